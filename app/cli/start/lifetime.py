@@ -260,7 +260,7 @@ def serve_until_signal(
         instance.shut_down(_SHUTDOWN_S if has_ended else 0.0)
 
 
-def watch(signals: Signals) -> None:
+def watch(signals: Signals, raylet_has_ended: Callable[[], bool] = raylet_has_ended) -> None:
     """Wait for a signal. If Ray's raylet ends meanwhile, that is logged: what runs can still answer."""
     while not signals.wait(_RAYLET_LOOK_S):
         if raylet_has_ended():

@@ -49,11 +49,14 @@ async def stream(request: web.Request, *parts: bytes, cut: bool = False) -> web.
 def serving(
     answer: Answer, models: tuple[str, ...] = ("one", "two"), cards: Sequence[Mapping[str, Any]] | None = None
 ) -> Iterator[str]:
-    """The URL of a server that lists these models, or cards, and lets `answer` do the rest, with the request's JSON."""
+    """The URL of a server that lists these models, or cards, if any, and lets `answer` do the rest, with the request's
+    JSON."""
     loop, ready, urls = asyncio.new_event_loop(), threading.Event(), list[str]()
 
     async def handle(request: web.Request) -> web.StreamResponse:
         if (request.method, request.path) == ("GET", "/v1/models"):
+            if not models:
+                return error("no such path", 404)
             return web.json_response({"data": cards or [{"id": name} for name in models]})
         return await answer(request, await request.json() if request.can_read_body else None)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
-import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +13,12 @@ import pytest
 from aiohttp import web
 
 from folio.app.cli import chat as chat_module
-from folio.app.cli.chat import Reply, read_message
+from folio.app.cli.chat import Conversation, Reply, Terminal, read_message
 from folio.app.cli.connection import Server
 from folio.app.cli.main import main
 from folio.app.cli.text import printable
-from folio.app.errors import UnavailableError
+from tests.app.cli.conftest import Stdin
 from tests.app.cli.fake_server import DONE, Answer, error, event, serving, stream, text, usage
-
-
-class Typist(io.StringIO):
-    """A terminal's input."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> None:
-    """Let the user type these lines, then Ctrl-D."""
-    typed: Iterator[str | BaseException] = iter([*lines, EOFError()])
-
-    def read(prompt: str = "") -> str:
-        line = next(typed)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr(builtins, "input", read)
-    monkeypatch.setattr(sys, "stdin", Typist())
 
 
 def echo(bodies: list[Any]) -> Answer:
@@ -53,11 +30,11 @@ def echo(bodies: list[Any]) -> Answer:
     return answer
 
 
-def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_conversation(stdin: Stdin, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     bodies: list[Any] = []
     saved = tmp_path / "saved.json"
     lines = ("hi", "/system Be brief.", "/model two", "again", f"/save {saved}", "/clear", "new", "/nope", "/quit")
-    type_lines(monkeypatch, *lines)
+    stdin.type(*lines)
     with serving(echo(bodies)) as url:
         assert main(["chat", "--url", url, "--temperature", "0", "--max-tokens", "7"]) == 0
     shown = capsys.readouterr().out
@@ -87,30 +64,26 @@ def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     ],
 )
 def test_the_models_own_sampling(
-    card: dict[str, Any], options: tuple[str, ...], sent: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    card: dict[str, Any], options: tuple[str, ...], sent: dict[str, Any], stdin: Stdin
 ) -> None:
     bodies: list[Any] = []
-    type_lines(monkeypatch, "hi")
+    stdin.type("hi")
     with serving(echo(bodies), cards=[{"id": "one"} | card]) as url:
         assert main(["chat", "--url", url, *options]) == 0
     assert {name: bodies[0][name] for name in bodies[0] if name in ("temperature", "top_p", "top_k")} == sent
 
 
-def test_a_server_without_a_list_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_a_list_of_models(stdin: Stdin) -> None:
     """Regression: the model's sampling is in the list, without which nothing was asked."""
 
-    async def no_list(*_: Any) -> dict[str, Any]:
-        raise UnavailableError("no /v1/models")
-
     bodies: list[Any] = []
-    type_lines(monkeypatch, "hi")
-    monkeypatch.setattr(Server, "call", no_list)
-    with serving(echo(bodies)) as url:
+    stdin.type("hi")
+    with serving(echo(bodies), models=()) as url:
         assert main(["chat", "--url", url, "--model", "one"]) == 0
     assert (bodies[0]["model"], "top_k" in bodies[0]) == ("one", False)
 
 
-def test_a_wait_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_is_shown(stdin: Stdin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With the place in the queue and the tokens of the prompt, until the answer begins."""
     asked: list[Any] = []
     comments = (
@@ -130,7 +103,7 @@ def test_a_wait_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     monkeypatch.setattr(chat_module, "_LOOK_S", 0.05)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    type_lines(monkeypatch, "hi")
+    stdin.type("hi")
     with serving(slow) as url:
         assert main(["chat", "--url", url]) == 0
     shown = capsys.readouterr()
@@ -141,9 +114,7 @@ def test_a_wait_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "Hello." in shown.out
 
 
-def test_errors_are_shown_and_the_session_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_shown_and_the_session_goes_on(stdin: Stdin, capsys: pytest.CaptureFixture[str]) -> None:
     bodies: list[Any] = []
 
     async def answer(request: web.Request, body: Any) -> web.StreamResponse:
@@ -163,7 +134,7 @@ def test_errors_are_shown_and_the_session_goes_on(
             return await stream(request, b"data: {nonsense\n\n")
         return await echo([])(request, body)
 
-    type_lines(monkeypatch, "full", "bad", "away", "broken", "cut", "short", "garbage", "hi")
+    stdin.type("full", "bad", "away", "broken", "cut", "short", "garbage", "hi")
     with serving(answer) as url:
         assert main(["chat", "--url", url]) == 0
     shown = capsys.readouterr().out
@@ -181,7 +152,7 @@ def test_errors_are_shown_and_the_session_goes_on(
     assert len(bodies[-1]["messages"]) == 1  # what failed is not part of the conversation
 
 
-def test_an_interrupt_ends_the_answer_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_ends_the_answer_only(stdin: Stdin, capsys: pytest.CaptureFixture[str]) -> None:
     has_left = []
 
     async def answer(request: web.Request, body: Any) -> web.StreamResponse:
@@ -195,44 +166,45 @@ def test_an_interrupt_ends_the_answer_only(monkeypatch: pytest.MonkeyPatch, caps
         finally:
             has_left.append(True)
 
-    write = chat_module._write
+    class Interrupted(Conversation):
+        async def answer(self, text: str, write: Callable[[str], None]) -> Reply:
+            def interrupt_at_first_text(said: str) -> None:
+                write(said)
+                if said == "Once upon":
+                    asyncio.current_task().cancel()  # type: ignore[union-attr]  # as asyncio.run does at SIGINT
 
-    def interrupt_at_first_text(said: str) -> None:
-        write(said)
-        if said == "Once upon":
-            asyncio.current_task().cancel()  # type: ignore[union-attr]  # as asyncio.run does at SIGINT
+            return await super().answer(text, interrupt_at_first_text)
 
-    monkeypatch.setattr(chat_module, "_write", interrupt_at_first_text)
-    type_lines(monkeypatch, "a story", "hi", KeyboardInterrupt())
+    stdin.type("a story", "hi", KeyboardInterrupt())
     with serving(answer) as url:
-        assert main(["chat", "--url", url]) == 0
+        Terminal(Interrupted(Server(url), "one", None, {})).run()
     shown = capsys.readouterr().out
     assert "Once upon\ncancelled · 1 event ·" in shown
     assert "You said hi." in shown
     assert has_left
 
 
-def test_a_pipe_is_answered_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+def test_a_pipe_is_answered_once(stdin: Stdin, capsys: pytest.CaptureFixture[str]) -> None:
+    stdin.text = "two\nlines\n"
     with serving(echo(bodies := [])) as url:
         assert main(["chat", "--url", f"{url}/v1/"]) == 0
     assert capsys.readouterr().out == "You said two\nlines.\n"
     assert len(bodies) == 1
 
 
-def test_a_server_without_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_usage(stdin: Stdin, capsys: pytest.CaptureFixture[str]) -> None:
     async def answer(request: web.Request, body: Any) -> web.StreamResponse:
         if "stream_options" in body:
             return error("unknown field stream_options", 400)
         return await stream(request, text("a"), text("b"), text("c"), DONE)
 
-    type_lines(monkeypatch, "hi")
+    stdin.type("hi")
     with serving(answer) as url:
         assert main(["chat", "--url", url]) == 0
     assert "abc\n3 events · first after" in capsys.readouterr().out
 
 
-def test_an_empty_answer_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_answer_is_not_remembered(stdin: Stdin) -> None:
     """Regression: the next request had two messages of the user in succession, which many templates refuse."""
     bodies: list[Any] = []
 
@@ -240,28 +212,26 @@ def test_an_empty_answer_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> N
         bodies.append(body)
         return await stream(request, DONE)
 
-    type_lines(monkeypatch, "one", "two")
+    stdin.type("one", "two")
     with serving(answer) as url:
         assert main(["chat", "--url", url]) == 0
     assert [[message["content"] for message in body["messages"]] for body in bodies] == [["one"], ["two"]]
 
 
-def test_escape_sequences_are_not_obeyed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_are_not_obeyed(stdin: Stdin, capsys: pytest.CaptureFixture[str]) -> None:
     async def answer(request: web.Request, body: Any) -> web.StreamResponse:
         return await stream(request, text("a\x1b]0;owned\x07b\r\x9b2J"), text("é\tü\n"), DONE)
 
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    stdin.text = "hi"
     with serving(answer) as url:
         assert main(["chat", "--url", url]) == 0
     assert capsys.readouterr().out == "a]0;ownedb2Jé\tü\n"
     assert printable("a\u202eb\u2066c") == "abc"
 
 
-def test_text_that_cannot_be_written_or_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_that_cannot_be_written_or_read(stdin: Stdin, capsys: pytest.CaptureFixture[str]) -> None:
     """Regression: half a surrogate pair, and a pipe that is not UTF-8, ended in tracebacks."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    stdin.text = "hi"
 
     async def answer(request: web.Request, body: Any) -> web.StreamResponse:
         return await stream(request, text("a\ud83db"), DONE)
@@ -269,7 +239,7 @@ def test_text_that_cannot_be_written_or_read(
     with serving(answer) as url:
         assert main(["chat", "--url", url]) == 0
     assert capsys.readouterr().out == "ab\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    stdin.text = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
     assert main(["chat"]) == 2
     assert "standard input cannot be read: it is not UTF-8" in capsys.readouterr().err
 
@@ -283,9 +253,9 @@ def test_text_that_cannot_be_written_or_read(
     ],
 )
 def test_mistakes_are_one_line(
-    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], line: str, stdin: Stdin, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    stdin.text = "hi"
     assert main(["chat", *arguments]) > 0
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -293,15 +263,13 @@ def test_mistakes_are_one_line(
     assert shown.err.count("\n") == 1
 
 
-def test_no_message_and_a_server_of_another_kind(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_message_and_a_server_of_another_kind(stdin: Stdin, capsys: pytest.CaptureFixture[str]) -> None:
     async def answer(request: web.Request, body: Any) -> web.StreamResponse:
         return web.Response(text="<html>not here</html>", status=404, content_type="text/html")
 
     with serving(answer) as url:
         for typed, line in (("", "standard input is empty"), ("hi", "has no /v1/chat/completions")):
-            monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+            stdin.text = typed
             assert main(["chat", "--url", url]) > 0
             assert line in capsys.readouterr().err
 
@@ -315,8 +283,8 @@ def test_no_message_and_a_server_of_another_kind(
         (('"""', "one", '"""'), "\none\n"),
     ],
 )
-def test_messages_of_several_lines(lines: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    type_lines(monkeypatch, *lines)
+def test_messages_of_several_lines(lines: tuple[str, ...], message: str, stdin: Stdin) -> None:
+    stdin.type(*lines)
     assert read_message() == message
 
 

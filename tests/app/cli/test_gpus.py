@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import logging
 import re
 import subprocess
@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
 from folio.app.cli.settings import DEFAULT, compose
 from folio.app.cli.start import gpus, lifetime
@@ -112,7 +111,7 @@ def test_gpus_that_ray_does_not_find(
             status, number = nvml
 
             def count(found: Any) -> int:
-                found._obj.value = number
+                ctypes.cast(found, ctypes.POINTER(ctypes.c_uint))[0] = number
                 return 0
 
             return SimpleNamespace(nvmlInit_v2=lambda: status, nvmlDeviceGetCount_v2=count)
@@ -136,24 +135,14 @@ def test_torch_counts_in_a_process_of_its_own() -> None:
 
 @pytest.mark.parametrize(("is_local", "given"), [(True, 1), (False, None)])
 def test_a_cluster_that_is_started_has_the_gpus(
-    is_local: bool, given: int | None, monkeypatch: pytest.MonkeyPatch
+    is_local: bool, given: int | None, monkeypatch: pytest.MonkeyPatch, cluster: Any, served: Any
 ) -> None:
     """A cluster that runs has its own."""
-    counts: list[int | None] = []
     if not is_local:
         monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(lifetime, "unseen_gpus", lambda: 1)
-    monkeypatch.setattr(ray, "init", lambda *, num_gpus, **_: counts.append(num_gpus))
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": 1.0}}, {"Alive": False}])
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(lifetime, "Signals", lambda longest_s: None)
-    monkeypatch.setattr(lifetime, "prepared_environment", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(lifetime, "reserve_address", lambda *_: SimpleNamespace(close=lambda: None))
-    for name in ("compile_kernels", "filter_worker_lines"):
-        monkeypatch.setattr(lifetime, name, lambda _: None)
-    served: list[Any] = []
-    monkeypatch.setattr(lifetime, "serve_until_signal", lambda config, *_, **__: served.append(config) or 0)
+    served.gpus = 1
+    cluster.nodes = lambda: [{"Alive": True, "Resources": {"GPU": 1.0}}, {"Alive": False}]
     settings = compose(None, {}).check(is_local=True)
     assert lifetime.run(settings, 0.0, is_local=is_local, is_default_scale=True) == 0
-    assert counts == [given]
-    assert served[0].applications[0].deployments[-1].autoscaling_config["max_replicas"] == 1
+    assert [options["num_gpus"] for options in served.starts] == [given]
+    assert served.configs[0].applications[0].deployments[-1].autoscaling_config["max_replicas"] == 1

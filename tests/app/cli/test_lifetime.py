@@ -16,8 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
-from ray import serve as ray_serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
@@ -50,19 +48,35 @@ def deployments(application: str, message: str) -> dict[str, Any]:
     return {name: SimpleNamespace(replica_states=states, message=message) for name in ("Ingress", "EngineReplica")}
 
 
-def statuses(monkeypatch: pytest.MonkeyPatch, *rounds: dict[str, ApplicationStatus], message: str = "") -> None:
-    """Serve's statuses of the applications in turn, the last for ever."""
-    left = list(rounds)
+class Serve:
+    """Serve's statuses of the applications in turn, the last for ever, and its ingresses."""
 
-    def status() -> Any:
-        now = left.pop(0) if len(left) > 1 else left[0]
+    def __init__(self) -> None:
+        self.rounds: list[dict[str, ApplicationStatus]] = [{}]
+        self.message, self.ingress = "", Ingress(iter(()))
+
+    def status(self) -> Any:
+        now = self.rounds.pop(0) if len(self.rounds) > 1 else self.rounds[0]
         applications = {
-            name: SimpleNamespace(status=status, message="no memory", deployments=deployments(name, message))
+            name: SimpleNamespace(status=status, message="no memory", deployments=deployments(name, self.message))
             for name, status in now.items()
         }
         return SimpleNamespace(applications=applications)
 
-    monkeypatch.setattr(ray_serve, "status", status)
+    def get_deployment_handle(self, deployment: str, application: str) -> Ingress:
+        return self.ingress
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    monkeypatch.setattr(lifetime, "serve", serve := Serve())
+    return serve
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pause in ("_POLL_S", "_FLUSH_GRACE_S"):
+        monkeypatch.setattr(lifetime, pause, 0.0)
 
 
 class Ingress:
@@ -121,6 +135,7 @@ def test_the_greeting(monkeypatch: pytest.MonkeyPatch, config: Callable[..., str
 def test_the_end_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
     config: Callable[..., str],
+    serve: Serve,
     has_ended: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -129,16 +144,12 @@ def test_the_end_is_bounded(
     done: list[Any] = []
     instance = SimpleNamespace(deploy=lambda config: None, shut_down=done.append)
     monkeypatch.setattr(lifetime, "ServeInstance", lambda config: instance)
-    monkeypatch.setattr(lifetime, "wait_until_running", lambda names, signals, log: 0)
-    monkeypatch.setattr(lifetime, "wait_until_routed", lambda url, signals: None)
-    monkeypatch.setattr(lifetime, "folio_ingresses", dict)
-    monkeypatch.setattr(lifetime, "drain_ingresses", lambda grace_s, ingresses: has_ended)
     monkeypatch.setattr(lifetime, "end_within", lambda seconds, status: done.append((seconds, status)))
     signals: Any = SimpleNamespace(came=True, wait=lambda timeout_s: True)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
-    assert lifetime.serve_until_signal(load_config(Path(config({}))), signals, 60.0, log=StartLog()) == 0
+    serve.rounds, serve.ingress = [{"a": ApplicationStatus.RUNNING}], Ingress(iter([[0 if has_ended else 1]]))
+    assert lifetime.serve_until_signal(load_config(Path(config({}))), signals, 0.0, log=StartLog()) == 0
     (seconds, status), timeout_s = done
-    assert seconds + lifetime._ANSWER_S <= 10
+    assert seconds <= 7  # after an answer that was waited for
     assert status == 0
     assert (timeout_s > 0) == has_ended
     assert "ready" not in capsys.readouterr().err  # regression: a start that is cut off said so
@@ -156,48 +167,44 @@ def test_a_process_that_hangs_at_its_end_is_ended() -> None:
         assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == status
 
 
-def test_waiting_until_all_applications_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_until_all_applications_run(serve: Serve) -> None:
     runs, deploys = ApplicationStatus.RUNNING, ApplicationStatus.DEPLOYING
-    statuses(monkeypatch, {}, {"a": runs}, {"a": runs, "b": deploys}, {"a": runs, "b": runs})
+    serve.rounds = [{}, {"a": runs}, {"a": runs, "b": deploys}, {"a": runs, "b": runs}]
     waits = Signals(after=10)
     assert lifetime.wait_until_running(["a", "b"], waits, StartLog()) == 0  # type: ignore[arg-type]
     assert waits.left == 6
-    statuses(monkeypatch, {"a": runs, "b": deploys})
+    serve.rounds = [{"a": runs, "b": deploys}]
     assert lifetime.wait_until_running(["a", "b"], Signals(after=3), StartLog()) == 0  # type: ignore[arg-type]
 
 
-def test_an_application_that_cannot_be_deployed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    statuses(monkeypatch, {"a": ApplicationStatus.RUNNING, "b": ApplicationStatus.DEPLOY_FAILED})
+def test_an_application_that_cannot_be_deployed(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    serve.rounds = [{"a": ApplicationStatus.RUNNING, "b": ApplicationStatus.DEPLOY_FAILED}]
     assert lifetime.wait_until_running(["a", "b"], Signals(after=10), StartLog()) == 1  # type: ignore[arg-type]
     assert "b cannot be deployed: no memory" in caplog.text
 
 
-def test_permanent_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_permanent_errors_are_not_retried(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     """Regression: 68 s and six tracebacks, while Serve retried to load a broken model."""
-    message = "A replica failed to start.\nTraceback:\n  File\napp.errors.ModelError: no weights in 'x'\n"
-    statuses(monkeypatch, {"a": ApplicationStatus.DEPLOYING}, message=message)
+    serve.message = "A replica failed to start.\nTraceback:\n  File\napp.errors.ModelError: no weights in 'x'\n"
+    serve.rounds = [{"a": ApplicationStatus.DEPLOYING}]
     assert lifetime.wait_until_running(["a"], Signals(after=2), StartLog()) == 1  # type: ignore[arg-type]
     assert caplog.messages == ["a cannot be deployed: no weights in 'x'"]
 
 
-def test_draining_lasts_until_no_request_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_pauses")
+def test_draining_lasts_until_no_request_is_in_flight(serve: Serve) -> None:
     """An ingress that does not answer may have requests. Other applications are not drained."""
-    monkeypatch.setattr(lifetime, "_POLL_S", 0.0)
-    monkeypatch.setattr(lifetime, "_FLUSH_GRACE_S", 0.0)
     runs = ApplicationStatus.RUNNING
-    statuses(monkeypatch, {"a": runs, "desk": runs, "new": ApplicationStatus.DEPLOYING})
+    serve.rounds = [{"a": runs, "desk": runs, "new": ApplicationStatus.DEPLOYING}]
     answers: Iterator[Any] = iter([[2, 1], RayServeException("restarting"), [0, 1], [0, 0]])
-    monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(answers))
+    serve.ingress = Ingress(answers)
     assert lifetime.drain_ingresses(60.0, {})
     assert next(answers, None) is None
 
 
-def test_ingresses_are_drained_without_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_pauses")
+def test_ingresses_are_drained_without_the_controller(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its raylet's death it answers nobody, and is asked once."""
-    monkeypatch.setattr(lifetime, "_POLL_S", 0.0)
-    monkeypatch.setattr(lifetime, "_FLUSH_GRACE_S", 0.0)
     monkeypatch.setattr(lifetime, "_ANSWER_S", 0.01)
     asked: list[threading.Thread] = []
     ended = threading.Event()
@@ -207,7 +214,7 @@ def test_ingresses_are_drained_without_the_controller(monkeypatch: pytest.Monkey
         ended.wait(240)
         raise RayError("the test has ended")
 
-    monkeypatch.setattr(ray_serve, "status", hangs)
+    serve.status = hangs  # type: ignore[method-assign]
     answers: Iterator[Any] = iter([[2], [0]])
     assert lifetime.drain_ingresses(60.0, {"a": Ingress(answers)})
     assert next(answers, None) is None
@@ -216,45 +223,52 @@ def test_ingresses_are_drained_without_the_controller(monkeypatch: pytest.Monkey
     thread.join()
 
 
-def test_a_dead_raylet_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(lifetime, "raylet_has_ended", iter([False, True]).__next__)
-    lifetime.watch(Signals(after=5))  # type: ignore[arg-type]
+def test_a_dead_raylet_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    lifetime.watch(Signals(after=5), iter([False, True]).__next__)  # type: ignore[arg-type]
     assert [message[:29] for message in caplog.messages] == ["Ray's raylet on this machine "]
 
 
-def test_draining_ends_with_the_grace_period(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    statuses(monkeypatch, {"a": ApplicationStatus.RUNNING})
-    monkeypatch.setattr(ray_serve, "get_deployment_handle", lambda deployment, name: Ingress(iter([[3, 4]])))
+def test_draining_ends_with_the_grace_period(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    serve.rounds, serve.ingress = [{"a": ApplicationStatus.RUNNING}], Ingress(iter([[3, 4]]))
     with caplog.at_level(logging.WARNING):
         assert not lifetime.drain_ingresses(0.0, {})
     assert "7 requests are cut off" in caplog.text
 
 
+@pytest.fixture
+def longer_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_LIMIT", "")  # which restores it
+    monkeypatch.delenv("RAY_LIMIT")
+    monkeypatch.setattr(lifetime, "LONGER_LIMITS", {"RAY_LIMIT": "9"})
+
+
 @pytest.mark.parametrize(
-    ("is_local", "where"), [(True, "cannot be started"), (False, "does not answer at RAY_ADDRESS=10.0.0.9:6379")]
+    ("is_local", "where"), [(True, "cannot be started"), (False, "does not answer at RAY_ADDRESS=127.0.0.1:")]
 )
-def test_ray_that_does_not_start_is_a_line(monkeypatch: pytest.MonkeyPatch, is_local: bool, where: str) -> None:
+@pytest.mark.usefixtures("longer_limits")
+def test_ray_that_does_not_start_is_a_line(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, is_local: bool, where: str
+) -> None:
     """On a busy machine Ray gives up after 30 s with a bare `Exception`, whose traceback was all the user saw."""
 
     def init(**_: Any) -> None:
         raise Exception("The current node timed out\n  during startup.")
 
-    if not is_local:
-        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
-    monkeypatch.setattr(lifetime, "LONGER_LIMITS", {})
-    monkeypatch.setattr(lifetime, "wait_for_listener", lambda *_: None)
-    monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(UnavailableError, match=where) as caught:
-        lifetime.join_ray(is_local=is_local)
+    cluster.init = init
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        if not is_local:
+            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(UnavailableError, match=where) as caught:
+            lifetime.join_ray(is_local=is_local)
     assert "(The current node timed out during startup.)" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_an_address_where_nobody_listens_is_a_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ray tried for more than three minutes, with lines of its own."""
-    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("nobody listens"))
     monkeypatch.setattr(lifetime, "_LISTENS_S", 0.6)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -274,20 +288,23 @@ def test_an_address_where_nobody_listens_is_a_line(
         ("/tmp/ray", "other processes may keep it busy"),
     ],
 )
-def test_a_home_that_cannot_be_written_is_named(path: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written_is_named(
+    path: str, remedy: str, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It said that other processes may keep the machine busy."""
 
     def init(**_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
     monkeypatch.setenv("HOME", "/home/user")
-    monkeypatch.setattr(ray, "init", init)
+    cluster.init = init
     with pytest.raises(UnavailableError, match=rf"'{path}'.*{remedy}"):
         lifetime.join_ray(is_local=True)
 
 
 @pytest.mark.processes
-def test_a_start_that_times_out_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("longer_limits")
+def test_a_start_that_times_out_is_repeated_once(cluster: Any) -> None:
     """Six of eight starts on a starved machine failed. What the first attempt has started ends; other failures, and
     those of clusters that run already, are not repeated."""
     started: list[subprocess.Popen[bytes]] = []
@@ -301,11 +318,7 @@ def test_a_start_that_times_out_is_repeated_once(monkeypatch: pytest.MonkeyPatch
             raise Exception("The current node timed out during startup.")
         assert os.environ["RAY_LIMIT"] == "9"
 
-    monkeypatch.setattr(ray, "init", init)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_LIMIT", "")  # which restores it
-    monkeypatch.delenv("RAY_LIMIT")
-    monkeypatch.setattr(lifetime, "LONGER_LIMITS", {"RAY_LIMIT": "9"})
+    cluster.init = init
     lifetime.join_ray(is_local=True)
     assert started[0].wait() == -signal.SIGKILL
     assert [process.poll() for process in (ours, started[1])] == [None, None]
@@ -318,7 +331,7 @@ def test_a_start_that_times_out_is_repeated_once(monkeypatch: pytest.MonkeyPatch
         tries.append(None)
         raise Exception("Permission denied")
 
-    monkeypatch.setattr(ray, "init", fails)
+    cluster.init = fails
     with pytest.raises(UnavailableError):
         lifetime.join_ray(is_local=True)
     assert len(tries) == 1

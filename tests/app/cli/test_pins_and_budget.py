@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from folio.app.cli.main import main
+from tests.app.cli.conftest import Stdin
 from tests.app.cli.fake_server import error, serving
 
 REPORT = {
@@ -66,10 +65,10 @@ def test_pins_are_listed(calls: list[Any], capsys: pytest.CaptureFixture[str]) -
 
 
 def test_pins_are_added_and_removed(
-    calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    calls: list[Any], tmp_path: Path, stdin: Stdin, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rules.txt").write_text("The rules …")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("From a pipe"))
+    stdin.text = "From a pipe"
     for source in (
         ["--prompt", "A text"],
         ["--file", str(tmp_path / "rules.txt")],

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import yaml
-from ray.serve.schema import ServeDeploySchema
 
 from folio.app.cli.main import main
 from folio.app.cli.settings import DEFAULT
-from folio.app.cli.start import lifetime
 from folio.app.models.builtin import BUILTIN_FOLDER
 
 ROOT = Path(__file__).parents[3]
 
 
-def refuse(*_: Any, **__: Any) -> None:
-    pytest.fail("Ray is started")
-
-
-def test_an_invalid_file(
-    config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_file(config: Callable[..., str], cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Regression: a typo took 54 s and 118 lines."""
-    monkeypatch.setattr(ray, "init", refuse)
     path = config({"max_num_seq": 1, "pin_quota": 2})
     for arguments in (["serve", "--config", path], ["check", path]):
         assert main(arguments) == 2
@@ -41,21 +30,15 @@ def test_an_invalid_file(
         ]
 
 
-def test_a_check_starts_nothing(
-    config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(ray, "init", refuse)
-    monkeypatch.setattr(lifetime, "reserve_address", refuse)
-    path = config({})
-    assert main(["check", path]) == 0
+def test_a_check_starts_nothing(config: Callable[..., str], cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # nor is the port asked for
+        path = config({}, host="127.0.0.1", port=listener.getsockname()[1])
+        assert main(["check", path]) == 0
     assert capfd.readouterr().out == f"{path}: ok\n"
 
 
-def test_a_port_in_use(
-    config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use(config: Callable[..., str], cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Regression: both servers said "serving", and half of the requests reached the wrong one."""
-    monkeypatch.setattr(ray, "init", refuse)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         path = config({}, host="127.0.0.1", port=listener.getsockname()[1])
         assert main(["serve", "--config", path]) == 2
@@ -74,41 +57,22 @@ def test_a_port_in_use(
 )
 def test_the_host_is_this_machine_unless_it_is_set(
     config: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    served: Any,
     http: dict[str, Any],
     arguments: list[str],
     address: tuple[str, int],
 ) -> None:
     """Regression: with a port only, every address of the machine was served."""
-    served: list[ServeDeploySchema] = []
-
-    def run(config: ServeDeploySchema, *_: Any, ray_dashboard: bool, log: Any) -> int:
-        served.append(config)
-        assert ray_dashboard == ("--ray-dashboard" in arguments)
-        return 0
-
-    monkeypatch.setattr(lifetime, "reserve_address", lambda *address: claimed.append(address))
-    monkeypatch.setattr(lifetime, "serve_until_signal", run)
-    for name in ("compile_kernels", "filter_worker_lines"):
-        monkeypatch.setattr(lifetime, name, lambda _: None)
-    monkeypatch.setattr(lifetime, "Signals", lambda longest_s: None)
-    monkeypatch.setattr(lifetime, "unseen_gpus", lambda: None)  # which asks torch where libcuda is found
-    monkeypatch.setattr(lifetime, "prepared_environment", lambda **_: contextlib.nullcontext())
-    dashboards: list[bool | None] = []
-    monkeypatch.setattr(ray, "init", lambda *, include_dashboard, **_: dashboards.append(include_dashboard))
-    monkeypatch.setattr(ray, "nodes", list)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    claimed: list[Any] = []
     assert main(["serve", "--config", config({}, **http), *arguments]) == 0
-    options = served[0].http_options
-    assert ((options.host, options.port), claimed) == (address, [address])
-    assert dashboards == ["--ray-dashboard" in arguments]
+    options = served.configs[0].http_options
+    assert ((options.host, options.port), served.addresses) == (address, [address])
+    for noted, name in ((served.more, "ray_dashboard"), (served.starts, "include_dashboard")):
+        assert [given[name] for given in noted] == ["--ray-dashboard" in arguments]
 
 
 @pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def printed(cluster: Any, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """The content of the file that `folio serve --print-config` prints; the text after a fault."""
-    monkeypatch.setattr(ray, "init", refuse)
 
     def run(*arguments: str) -> Any:
         status = main(["serve", *arguments, "--print-config"])

@@ -27,8 +27,6 @@ from folio.app.http.errors import ErrorBody, validation_error
 
 # OpenAI's bound.
 MAX_LINES = 50_000
-# Empty lines included.
-_MOST_LINES = 2 * MAX_LINES
 # The most errors that a batch reports of its input file.
 MAX_ERRORS, _MAX_MESSAGE_CHARS = 100, 1000
 
@@ -62,14 +60,17 @@ class InputReader:
 
     Args:
         max_line_bytes: longer lines are faults.
+        max_lines: most requests; with empty lines twice as many.
     """
 
-    def __init__(self, file: BinaryIO, endpoint: str, max_line_bytes: int, unknown: UnknownFields) -> None:
+    def __init__(
+        self, file: BinaryIO, endpoint: str, max_line_bytes: int, unknown: UnknownFields, max_lines: int = MAX_LINES
+    ) -> None:
         self._file = file
         _skip_bom(file)
         self._endpoint = endpoint
         self._unknown = unknown
-        self._max_line_bytes = max_line_bytes
+        self._max_line_bytes, self._max_lines = max_line_bytes, max_lines
         self._number = 0
         self._custom_ids: set[str] = set()
         self.places: list[LinePlace] = []
@@ -88,8 +89,8 @@ class InputReader:
                 return False
             self._number += 1
             left -= len(line)
-            if (len(self.places) == MAX_LINES and line.strip()) or self._number > _MOST_LINES:
-                self._fail("too_many_lines", f"there are more than {MAX_LINES} requests; split the file")
+            if (len(self.places) == self._max_lines and line.strip()) or self._number > 2 * self._max_lines:
+                self._fail("too_many_lines", f"there are more than {self._max_lines} requests; split the file")
                 return False
             if len(line) > self._max_line_bytes:
                 most = self._max_line_bytes

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import IO
 
 from folio.app.api.batches.endpoints import BatchService
@@ -20,15 +21,20 @@ from folio.app.errors import FolioError
 
 logger = logging.getLogger(__name__)
 
-# Interval of polls for other ingresses' new and cancelled batches and for load reports; interval of saved progress.
-LOOK_S, SAVE_S = 0.5, 1.0
-# Interval of attempts to become the runner.
-LOCK_S = 2.0
-# A batch that could not go on, because of the disk or of a fault in the program, goes on after this time.
-RETRY_S = 10.0
 _DELETE_S = 600.0
 # Batches of one owner that run at the same time; the later ones wait.
 MOST_RUNNING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Intervals of polls for other ingresses' new and cancelled batches and for load reports, of saved progress, of
+    attempts to become the runner, and until a batch that stopped at a fault of the disk or the program goes on."""
+
+    look_s: float = 0.5
+    save_s: float = 1.0
+    lock_s: float = 2.0
+    retry_s: float = 10.0
 
 
 class BatchRunner:
@@ -54,6 +60,7 @@ class BatchRunner:
         concurrent_lines: int,
         max_line_bytes: int,
         unknown: UnknownFields,
+        intervals: Intervals = Intervals(),
     ) -> None:
         self.store = store
         self.callers = callers
@@ -63,6 +70,7 @@ class BatchRunner:
         self._concurrent_lines = concurrent_lines
         self._max_line_bytes = max_line_bytes
         self._unknown = unknown
+        self._intervals = intervals
         self._jobs: dict[str, Job] = {}
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -96,14 +104,14 @@ class BatchRunner:
                     await self._look(tasks)
                     self._woken.clear()
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_S):
+                        async with asyncio.timeout(self._intervals.look_s):
                             await self._woken.wait()
         finally:
             lock.close()
 
     async def _locked(self) -> IO[bytes]:
         while (lock := self.store.try_lock_runner()) is None:
-            await asyncio.sleep(LOCK_S)
+            await asyncio.sleep(self._intervals.lock_s)
         return lock
 
     async def _look(self, tasks: asyncio.TaskGroup) -> None:
@@ -143,7 +151,7 @@ class BatchRunner:
                 with suppress(FolioError):  # no answer: none may begin
                     limit = spare_lines(await self._service.load(), num_inside, self._concurrent_lines)
             self._gate.set_limit(limit)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._intervals.look_s)
 
     async def _delete_old(self) -> None:
         while True:
@@ -171,8 +179,8 @@ class BatchRunner:
             logger.info("%s is %s: %d answers, %d errors, %d requests", batch_id, job.record.batch.status, *numbers)
             self._woken.set()  # another batch of the owner may begin
         except Exception:  # a disk or a program at fault must not stop the other batches
-            logger.exception("%s stopped by an error; it goes on from disk in %g s", batch_id, RETRY_S)
-            await asyncio.sleep(RETRY_S)
+            logger.exception("%s stopped by an error; it goes on from disk in %g s", batch_id, self._intervals.retry_s)
+            await asyncio.sleep(self._intervals.retry_s)
         finally:
             job.close()
             del self._jobs[batch_id]
@@ -207,7 +215,7 @@ class BatchRunner:
 
     async def _save_progress(self, job: Job) -> None:
         while True:
-            await asyncio.sleep(SAVE_S)
+            await asyncio.sleep(self._intervals.save_s)
             await asyncio.to_thread(job.save_progress)
 
     async def _answer(self, job: Job, place: LinePlace) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from folio.app.api.base import joined_text
 from folio.app.api.batches.body import BatchRequest
 from folio.app.api.batches.replies import BatchObject
-from folio.app.api.batches.runner import BatchRunner
+from folio.app.api.batches.runner import BatchRunner, Intervals
 from folio.app.api.batches.store import BatchStore
 from folio.app.api.openai.bodies import CompletionRequest
 from folio.app.api.openai.chat_body import ChatCompletionRequest
@@ -31,6 +31,7 @@ from tests.app.api.fake_service import USAGE
 
 ALICE, BOB = "alice", "bob"
 CHAT = "/v1/chat/completions"
+QUICK = Intervals(look_s=0.02, save_s=0.02, lock_s=0.02)
 
 
 def request_line(custom_id: str, text: str = "hi", **changes: Any) -> str:
@@ -169,12 +170,23 @@ def check_answered_once(store: BatchStore, batch: BatchObject, custom_ids: Seque
 
 @asynccontextmanager
 async def running(
-    store: BatchStore, service: FakeService, callers: FakeCallers | None = None, *, concurrent_lines: int = 8
+    store: BatchStore,
+    service: FakeService,
+    callers: FakeCallers | None = None,
+    *,
+    concurrent_lines: int = 8,
+    intervals: Intervals = QUICK,
 ) -> AsyncIterator[BatchRunner]:
     """A runner with a store."""
     callers, unknown = callers or FakeCallers(), UnknownFields()
     runner = BatchRunner(
-        store, service, callers, concurrent_lines=concurrent_lines, max_line_bytes=1 << 20, unknown=unknown
+        store,
+        service,
+        callers,
+        concurrent_lines=concurrent_lines,
+        max_line_bytes=1 << 20,
+        unknown=unknown,
+        intervals=intervals,
     )
     runner.start()
     try:

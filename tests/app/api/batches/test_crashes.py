@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from folio.app.api.batches import runner as runner_module
 from folio.app.api.batches.answer_log import AnswerLog
+from folio.app.api.batches.runner import Intervals
 from folio.app.errors import RequestError
 
 from .fake import (
@@ -55,8 +55,7 @@ class Disk:
                 self._count()
             except Dead:
                 if self.num_writes == dies_at:  # half of the line
-                    with log._paths[is_error].open("ab") as file:
-                        file.write(line[: len(line) // 2])
+                    append(log, custom_id, line[: len(line) // 2], is_error=is_error)
                 raise
             append(log, custom_id, line, is_error=is_error)
 
@@ -79,10 +78,7 @@ class Disk:
         return write
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "LOOK_S", 0.01)
-    monkeypatch.setattr(runner_module, "SAVE_S", 0.005)
+QUICK = Intervals(look_s=0.01, save_s=0.005)
 
 
 async def test_a_crash_at_every_write(tmp_path: Path) -> None:
@@ -95,12 +91,12 @@ async def test_a_crash_at_every_write(tmp_path: Path) -> None:
         first, second = (FakeService(r2=RequestError("never")) for _ in range(2))
         with pytest.MonkeyPatch.context() as patch:
             disk = Disk(patch, dies_at)
-            async with running(store, first):
+            async with running(store, first, intervals=QUICK):
                 await eventually(lambda: disk.is_dead or store.batch(ALICE, batch_id).has_ended)  # noqa: B023
                 await asyncio.sleep(0.02)
             has_died = disk.is_dead
         store = store_in(tmp_path / str(dies_at))  # as after a restart
-        async with running(store, second):
+        async with running(store, second, intervals=QUICK):
             batch = await ended(store, batch_id)
             await eventually(lambda: not store.open_batches())  # noqa: B023
         assert batch.status == "completed", dies_at
@@ -113,12 +109,11 @@ async def test_a_crash_at_every_write(tmp_path: Path) -> None:
 _SERVER = """
 import asyncio, sys
 from pathlib import Path
-from folio.app.api.batches import runner as runner_module
+from folio.app.api.batches.runner import Intervals
 from tests.app.api.batches.fake import FakeService, running, store_in
-runner_module.LOOK_S = runner_module.LOCK_S = 0.01
 async def main():
     store, service = store_in(Path(sys.argv[1])), FakeService()
-    async with running(store, service, concurrent_lines=4):
+    async with running(store, service, concurrent_lines=4, intervals=Intervals(look_s=0.01, lock_s=0.01)):
         while store.open_batches():
             await asyncio.sleep(0.01)
 asyncio.run(main())

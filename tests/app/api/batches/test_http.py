@@ -12,7 +12,6 @@ import httpx
 import openai
 import pytest
 
-from folio.app.api.batches import runner as runner_module
 from folio.app.api.batches.runner import BatchRunner
 from folio.app.api.batches.store import BatchStore
 from folio.app.api.http import build_api
@@ -21,7 +20,7 @@ from folio.app.config.http import BatchSettings, HttpSettings, KeySource
 from folio.app.edge.callers import Callers
 from folio.app.edge.guard import key_ring, protect
 
-from .fake import CHAT, FakeService, jsonl, load_of, request_line, store_in
+from .fake import CHAT, QUICK, FakeService, jsonl, load_of, request_line, store_in
 
 KEYS = """
 keys:
@@ -44,9 +43,8 @@ class Client:
 
 
 def runner_of(store: BatchStore, service: FakeService, http: HttpSettings, keys: Any = None) -> BatchRunner:
-    most = http.max_body_bytes
-    callers = Callers(http, keys)
-    return BatchRunner(store, service, callers, concurrent_lines=4, max_line_bytes=most, unknown=UnknownFields())
+    callers, bounds = Callers(http, keys), {"concurrent_lines": 4, "max_line_bytes": http.max_body_bytes}
+    return BatchRunner(store, service, callers, **bounds, unknown=UnknownFields(), intervals=QUICK)
 
 
 @asynccontextmanager
@@ -68,11 +66,6 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[Client]:
         runner.stop()
         await runner.stopped()
         await client.http.aclose()
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "LOOK_S", 0.02)
 
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:

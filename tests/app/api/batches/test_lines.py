@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from folio.app.api.batches import lines as lines_module
 from folio.app.api.batches.lines import MAX_ERRORS, InputReader, answer_line, places_in
 from folio.app.api.openai.replies import Completion
 from folio.app.api.unknown_fields import UnknownFields
@@ -20,15 +19,15 @@ from .fake import CHAT, USAGE, jsonl, request_line
 MOST = 1 << 20
 
 
-def read(content: bytes, piece: int = 1 << 16) -> InputReader:
-    reader = InputReader(io.BytesIO(content), CHAT, MOST, UnknownFields())
+def read(content: bytes, piece: int = 1 << 16, **bound: int) -> InputReader:
+    reader = InputReader(io.BytesIO(content), CHAT, MOST, UnknownFields(), **bound)
     while reader.read_some(piece):
         pass
     return reader
 
 
-def codes(content: bytes) -> list[tuple[int | None, str]]:
-    return [(error.line, error.code) for error in read(content).errors]
+def codes(content: bytes, **bound: int) -> list[tuple[int | None, str]]:
+    return [(error.line, error.code) for error in read(content, **bound).errors]
 
 
 @pytest.mark.parametrize("mark", [b"", BOM_UTF8])
@@ -102,13 +101,11 @@ def test_a_file_without_requests(content: bytes) -> None:
     assert [code for _, code in codes(content)] == ["empty_file"]
 
 
-def test_requests_and_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines_module, "MAX_LINES", 3)
-    monkeypatch.setattr(lines_module, "_MOST_LINES", 6)
+def test_requests_and_lines_are_bounded() -> None:
     three = [request_line(f"r{i}") for i in range(3)]
-    assert codes(jsonl(*three, "")) == []
-    assert codes(jsonl(*three, request_line("r3"))) == [(4, "too_many_lines")]
-    assert codes(b"\n" * 100) == [(7, "too_many_lines")]
+    assert codes(jsonl(*three, ""), max_lines=3) == []
+    assert codes(jsonl(*three, request_line("r3")), max_lines=3) == [(4, "too_many_lines")]
+    assert codes(b"\n" * 100, max_lines=3) == [(7, "too_many_lines")]
 
 
 def test_answers_are_one_line_for_every_client() -> None:

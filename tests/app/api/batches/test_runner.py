@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from folio.app.api.batches import runner as runner_module
 from folio.app.api.batches.endpoints import LAST_PRIORITY
 from folio.app.api.batches.replies import BatchObject
 from folio.app.api.batches.requests import MOST_FAILURES
 from folio.app.api.batches.runner import MOST_RUNNING
-from folio.app.api.batches.store import BatchStore
+from folio.app.api.batches.store import BatchRecord, BatchStore
 from folio.app.api.operators.replies import LoadReport
+from folio.app.config.http import BatchSettings
 from folio.app.errors import (
     EngineError,
     ForbiddenError,
@@ -28,6 +29,7 @@ from folio.app.errors import (
 from .fake import (
     ALICE,
     BOB,
+    QUICK,
     Clock,
     FakeCallers,
     FakeService,
@@ -50,13 +52,6 @@ CONTENT = jsonl(*(request_line(name, f"text {name}") for name in IDS))
 @pytest.fixture
 def store(tmp_path: Path) -> BatchStore:
     return store_in(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(runner_module, "LOCK_S", 0.02)
-    monkeypatch.setattr(runner_module, "SAVE_S", 0.02)
 
 
 async def finished(
@@ -293,21 +288,20 @@ async def test_one_runner_at_a_time_and_the_next_takes_over(store: BatchStore) -
     check_answered_once(store, batch, IDS)
 
 
-async def test_a_broken_disk_stops_a_batch_for_a_while_only(
-    store: BatchStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(runner_module, "RETRY_S", 0.05)
-    broken = True
+async def test_a_broken_disk_stops_a_batch_for_a_while_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class FullStore(BatchStore):
+        is_full = False
 
-    def save(record: object, saved=store.save) -> None:  # type: ignore[no-untyped-def]
-        if broken:
-            raise OSError(28, "No space left on device")
-        saved(record)
+        def save(self, record: BatchRecord) -> None:
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+            super().save(record)
 
+    store = FullStore(tmp_path, BatchSettings(store=tmp_path))
     batch_id = add_batch(store, ALICE, CONTENT)
-    monkeypatch.setattr(store, "save", save)
-    async with running(store, FakeService()):
+    store.is_full = True
+    async with running(store, FakeService(), intervals=replace(QUICK, retry_s=0.05)):
         await eventually(lambda: caplog.text.count("No space left") >= 2)
-        broken = False
+        store.is_full = False
         batch = await ended(store, batch_id)
     check_answered_once(store, batch, IDS)

@@ -54,8 +54,9 @@ class KeyRing:
         default_limits: RateLimits,
         observer: EdgeObserver | None = None,
         ingress_limits: IngressLimits | None = None,
+        check_period_s: float = CHECK_PERIOD_S,
     ) -> None:
-        self._source = source
+        self._source, self._check_period_s = source, check_period_s
         self._default_limits = default_limits
         self._ingress_limits = ingress_limits or IngressLimits()
         self._observer = observer or EdgeObserver()
@@ -83,7 +84,7 @@ class KeyRing:
         """Read a changed file again, in a thread. Other requests use the old keys meanwhile, and cancelling the request
         that started the reading does not end it."""
         now = time.monotonic()
-        if self._source.file is None or now < self._checked_at + CHECK_PERIOD_S:
+        if self._source.file is None or now < self._checked_at + self._check_period_s:
             return
         if self._reading is not None and not self._reading.done():
             return

@@ -183,7 +183,8 @@ class DuplicateGuard:
     and the second waits for its end. In one event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_within_s: float = _ENDS_WITHIN_S) -> None:
+        self._ends_within_s = ends_within_s
         self._running: dict[str, asyncio.Event] = {}
 
     @asynccontextmanager
@@ -191,14 +192,14 @@ class DuplicateGuard:
         """The context in which the request with this key runs. Raises `UnavailableError` if another one does not
         end."""
         try:
-            async with asyncio.timeout(_ENDS_WITHIN_S):
+            async with asyncio.timeout(self._ends_within_s):
                 while (other := self._running.get(key)) is not None:
                     await other.wait()
                 # No await between the check and this line.
                 ended = self._running[key] = asyncio.Event()
         except TimeoutError:
             raise UnavailableError(
-                f"an earlier copy of this request has not ended within {_ENDS_WITHIN_S:g} s; send it again later"
+                f"an earlier copy of this request has not ended within {self._ends_within_s:g} s; send it again later"
             ) from None
         try:
             yield

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from folio.app.config.http import HttpSettings, KeySource
-from folio.app.edge import keys as keys_module
 from folio.app.edge.callers import Callers
 from folio.app.edge.guard import key_ring
+from folio.app.edge.keys import KeyRing
 from folio.app.errors import ForbiddenError, RateLimitError
 from folio.app.http.request_context import CURRENT
 
@@ -58,9 +58,9 @@ async def test_requests_have_the_keys_permissions_and_no_timeout_of_the_server(s
     assert allowed == (None, None)
 
 
-async def test_a_deleted_key(settings: HttpSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys_module, "CHECK_PERIOD_S", 0.0)
-    callers = Callers(settings, key_ring(settings))
+async def test_a_deleted_key(settings: HttpSettings, tmp_path: Path) -> None:
+    keys = KeyRing(KeySource(file=tmp_path / "keys.yaml"), settings.key_limits, check_period_s=0.0)
+    callers = Callers(settings, keys)
     (tmp_path / "keys.yaml").write_text(KEYS.replace("alice", "carol"))
     with pytest.raises(ForbiddenError, match="does not exist"):
         await callers.begin("alice", "r", 10)

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,11 +21,6 @@ from tests.processes import until_async
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
 LIMITS = RateLimits(requests_per_minute=5)
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "CHECK_PERIOD_S", 0.0)
 
 
 def write(path: Path, text: str) -> Path:
@@ -48,8 +42,8 @@ def found(ring: KeyRing, key: str = ALICE) -> ApiKey:
     return caller
 
 
-def ring_of(path: Path) -> KeyRing:
-    return KeyRing(KeySource(file=path), LIMITS)
+def ring_of(path: Path, observer: EdgeObserver | None = None, check_period_s: float = 0.0) -> KeyRing:
+    return KeyRing(KeySource(file=path), LIMITS, observer, check_period_s=check_period_s)
 
 
 def test_lines(tmp_path: Path) -> None:
@@ -139,34 +133,21 @@ async def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert has(ring, BOB)
 
 
-async def test_a_change_is_read_though_the_request_that_saw_it_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_change_is_read_though_the_request_that_saw_it_is_cancelled(tmp_path: Path) -> None:
     """Otherwise a revoked key would stay valid."""
-    has_begun, may_end = threading.Event(), threading.Event()
-    num_readings = 0
-
     ring = ring_of(path := write(tmp_path / "keys", ALICE))
-
-    def read_slowly(path: Path) -> Sequence[KeyEntry]:
-        nonlocal num_readings
-        num_readings += 1
-        has_begun.set()
-        assert may_end.wait(60)
-        return read_keys(path)
-
-    monkeypatch.setattr(keys, "read_keys", read_slowly)
-    write(path, BOB)
+    os.mkfifo(tmp_path / "slow")
+    os.replace(tmp_path / "slow", path)
     request = asyncio.create_task(ring.refresh())
-    assert await asyncio.to_thread(has_begun.wait, 60)
+    slow = await asyncio.to_thread(path.open, "w")  # it is being read
     request.cancel()
     with pytest.raises(asyncio.CancelledError):
         await request
     await ring.refresh()  # neither waits nor reads again
     assert has(ring, ALICE)
-    may_end.set()
+    with slow:
+        slow.write(BOB)
     await until_async(lambda: has(ring, BOB))
-    assert num_readings == 1
 
 
 async def test_new_limits_count_running_requests(tmp_path: Path) -> None:
@@ -184,7 +165,7 @@ async def test_a_broken_change_leaves_the_keys(tmp_path: Path, caplog: pytest.Lo
     observer = EdgeObserver()
     observer.on_keys_read = problems.append  # type: ignore[method-assign]
     path = write(tmp_path / "keys.yaml", f"keys: [{{name: a, key: {ALICE}}}]")
-    ring = KeyRing(KeySource(file=path), LIMITS, observer)
+    ring = ring_of(path, observer)
     write(path, "keys: [")
     await ring.refresh()
     await ring.refresh()
@@ -220,10 +201,8 @@ async def test_any_error_of_a_reading_is_a_problem(
     assert "SECRET" not in caplog.text
 
 
-async def test_the_file_is_checked_once_a_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "CHECK_PERIOD_S", 3600.0)
-
-    ring = ring_of(path := write(tmp_path / "keys", ALICE))
+async def test_the_file_is_checked_once_a_period(tmp_path: Path) -> None:
+    ring = ring_of(path := write(tmp_path / "keys", ALICE), check_period_s=3600.0)
     write(path, BOB)
     await ring.refresh()
     assert has(ring, ALICE)

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from folio.app.errors import UnavailableError
-from folio.app.fleet import retry
 from folio.app.fleet.retry import DuplicateGuard
 
 
@@ -54,9 +53,8 @@ async def test_one_at_a_time_runs_in_turn() -> None:
     await asyncio.gather(*tasks, other, return_exceptions=True)
 
 
-async def test_the_second_is_refused_if_the_first_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "_ENDS_WITHIN_S", 0.01)
-    guard = DuplicateGuard()
+async def test_the_second_is_refused_if_the_first_does_not_end() -> None:
+    guard = DuplicateGuard(ends_within_s=0.01)
     async with guard.exclusive("k"):
         with pytest.raises(UnavailableError, match="earlier copy"):
             async with guard.exclusive("k"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 from pydantic import ValidationError
 
+from folio.app import main
 from folio.app.config.args import AppArgs, RoutingArgs, StreamingArgs
 from folio.app.config.engine import EngineConfig
 from folio.app.errors import ConfigError
@@ -111,8 +112,9 @@ def test_the_engines_queue_is_the_bound_not_serves() -> None:
 def test_replicas_ask_for_gpus_that_the_cluster_has(
     device: str, gpus: int | None, num_gpus: float, num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: gpus is not None)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0} | ({"GPU": gpus} if gpus else {}))
+    resources = {"CPU": 8.0} | ({"GPU": gpus} if gpus else {})
+    cluster = SimpleNamespace(is_initialized=lambda: gpus is not None, cluster_resources=lambda: resources)
+    monkeypatch.setattr(main, "ray", cluster)
     config = EngineConfig(model="builtin", device=device)
     assert replica_resources(config)["ray_actor_options"]["num_gpus"] == num_gpus
     assert most_seqs(config) == num_seqs

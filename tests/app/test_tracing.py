@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -212,8 +214,15 @@ def test_files_have_a_line_for_each_span_and_no_exceptions(tmp_path: Path, monke
 
 @pytest.mark.usefixtures("_environment")
 def test_spans_go_to_the_collector_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    [processor] = _load_span_processors("folio.app.tracing:otlp", "x")
-    exporter: Any = processor._batch_processor._exporter
-    assert exporter._endpoint == "http://127.0.0.1:9/v1/traces"
-    processor.shutdown()
+    with socket.create_server(("127.0.0.1", 0)) as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.getsockname()[1]}")
+        [processor] = _load_span_processors("folio.app.tracing:otlp", "x")
+        provider = TracerProvider()
+        provider.add_span_processor(processor)
+        provider.get_tracer("t").start_span(INGRESS).end()
+        (ending := threading.Thread(target=provider.shutdown)).start()
+        connection, _ = collector.accept()
+        with connection:
+            assert connection.recv(1 << 16).startswith(b"POST /v1/traces ")
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            ending.join()

@@ -14,6 +14,8 @@ from fastapi.testclient import TestClient
 from folio.app.api.http import build_api
 from folio.app.api.reference import docs_page
 
+FOLDER = Path(docs_page.__file__).parent / "swagger_ui"
+
 
 @pytest.fixture(params=["", "/llm"])
 def site(request: pytest.FixtureRequest) -> tuple[TestClient, str]:
@@ -34,7 +36,7 @@ def test_the_page_and_what_it_loads_are_here(site: tuple[TestClient, str]) -> No
     for link in loaded:
         if link != "data:,":
             answer = client.get(urljoin(f"http://testserver{path}", link))
-            assert (answer.status_code, answer.content) == (200, (docs_page._FOLDER / Path(link).name).read_bytes())
+            assert (answer.status_code, answer.content) == (200, (FOLDER / Path(link).name).read_bytes())
             again = client.get(answer.url, headers={"if-none-match": answer.headers["etag"]})
             assert (again.status_code, again.content) == (304, b"")  # the bundle was sent again with every view
     document = re.search(r'url: "(.*)"', client.get(f"{path}/start.js").text)

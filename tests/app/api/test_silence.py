@@ -217,17 +217,16 @@ async def test_parts_do_not_overlap_and_a_slow_reader_gets_no_signs_of_life(monk
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_signs_of_life_are_sent_in_the_order_in_which_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_signs_of_life_are_sent_in_the_order_in_which_they_are_made() -> None:
     """An item that came in the same turn of the event loop as the time of a sign was numbered first and sent second:
     OpenAI's client refuses `response.in_progress` before `response.created`."""
-    monkeypatch.setattr(event_response, "_HEAD_S", 0.02)
     numbers, sent = itertools.count(), list[bytes]()
 
     async def items() -> AsyncIterator[int]:
         loop = asyncio.get_running_loop()
         arrived = loop.create_future()
         loop.call_later(0.01, arrived.set_result, None)
-        loop.call_soon(time.sleep, 0.05)  # both times have passed when the loop looks again
+        loop.call_soon(time.sleep, 0.1)  # both times have passed when the loop looks again
         await arrived
         yield next(numbers)
 

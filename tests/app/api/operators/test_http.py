@@ -130,17 +130,18 @@ def test_operation(client: TestClient) -> None:
     assert client.delete("/v1/pins/a/b%0A").status_code == 404
 
 
-def test_metrics_are_text_or_an_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_text_or_an_error(client: TestClient) -> None:
     """Prometheus believes an empty page, but not a 503."""
     for path, text in (("/metrics", "# HELP x X.\n"), ("/metrics/load", "# HELP y Y.\n")):
         page = client.get(path)
         assert page.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
         assert page.text == text
 
-    async def gone(self: FakeService) -> str:
+    async def gone() -> str:
         raise UnavailableError("an agent does not answer")
 
-    monkeypatch.setattr(FakeService, "metrics", gone)
-    monkeypatch.setattr(FakeService, "load_metrics", gone)
+    service = FakeService()
+    service.metrics = service.load_metrics = gone  # type: ignore[method-assign]
+    client = TestClient(guarded_api(service), raise_server_exceptions=False)
     for path in ("/metrics", "/metrics/load"):
         assert failure(client.get(path)) == (503, "unavailable")

@@ -20,12 +20,12 @@ from tests.app.api.output.recorded import CALLS, FUNCTIONS, OUTPUTS, REASONING, 
 from tests.nightly import examples
 
 
-def parser_of(name: str, syntax: str = "qwen3", **plan: Any) -> OutputParser:
+def parser_of(name: str, syntax: str = "qwen3", functions: Any = FUNCTIONS, **plan: Any) -> OutputParser:
     if name == HARMONY:
         known = OutputFormat(is_harmony=True)
     else:
         known = OutputFormat(REASONING_SYNTAXES[syntax], TOOL_SYNTAXES[name][1])
-    parser = OutputPlan(known, FUNCTIONS, **plan).parser()
+    parser = OutputPlan(known, functions, **plan).parser()
     assert parser is not None
     return parser
 
@@ -71,9 +71,7 @@ def test_names_may_be_as_long_as_bodies_allow(name: str) -> None:
     """Names of MCP tools in Claude Code have more than 64 characters: their calls were text in most syntaxes."""
     long = "mcp__weather." + "w" * 115
     functions = {long: FUNCTIONS["weather"], "now": FUNCTIONS["now"]}
-    parser = parser_of(name)
-    parser._functions = functions
-    parts = parse(parser, list(TEXTS[name].replace("weather", long)))
+    parts = parse(parser_of(name, functions=functions), list(TEXTS[name].replace("weather", long)))
     assert calls_of(parts) == [(long, CALLS[0][1]), CALLS[1]]
 
 

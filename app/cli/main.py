@@ -59,7 +59,7 @@ add(check.check, check.EXAMPLES)
 add(env.env, env.EXAMPLES)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, folio: typer.Typer = folio) -> int:
     """Run a command line, by default this process's. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):

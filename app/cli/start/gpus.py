@@ -11,7 +11,7 @@ import logging
 import math
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from folio.app.checks import FOLIO
@@ -31,12 +31,12 @@ _COUNT_TIMEOUT_S = 300.0
 _HOW_RAY_COUNTS = "Ray counts GPUs by libnvidia-ml; without it, start nodes with `ray start --num-gpus`"
 
 
-def unseen_gpus() -> int | None:
+def unseen_gpus(load: Callable[[str], Any] = ctypes.CDLL) -> int | None:
     """Number of GPUs that torch sees and Ray does not, for lack of a working libnvidia-ml; `None` if there are none.
 
     torch is asked in a process of its own: here it would take seconds of every start, and memory of the GPU.
     """
-    if _library("libcuda.so.1") is None or _nvml_sees_gpus():
+    if _library(load, "libcuda.so.1") is None or _nvml_sees_gpus(load):
         return None
     try:
         asked = subprocess.run(
@@ -51,8 +51,8 @@ def unseen_gpus() -> int | None:
     return number or None
 
 
-def _nvml_sees_gpus() -> bool:
-    nvml, count = _library("libnvidia-ml.so.1"), ctypes.c_uint()
+def _nvml_sees_gpus(load: Callable[[str], Any]) -> bool:
+    nvml, count = _library(load, "libnvidia-ml.so.1"), ctypes.c_uint()
     try:
         if nvml is None or nvml.nvmlInit_v2() != 0:
             return False
@@ -61,9 +61,9 @@ def _nvml_sees_gpus() -> bool:
         return False
 
 
-def _library(name: str) -> Any:
+def _library(load: Callable[[str], Any], name: str) -> Any:
     try:
-        return ctypes.CDLL(name)
+        return load(name)
     except OSError:
         return None
 

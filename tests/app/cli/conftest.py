@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import yaml
 
+from folio.app.cli.start import lifetime
 from folio.app.http import haproxy
 
 
@@ -41,29 +43,24 @@ def levels() -> Iterator[None]:
 
 
 class Stdin(io.TextIOBase):
-    """Standard input: a pipe with a text, or a terminal at which lines and Ctrl-D are typed."""
-
-    def __init__(self) -> None:
-        self._lines: list[str | BaseException] | None = None
-        self.text: str | BaseException = ""
+    """Standard input: lines typed at a terminal and then Ctrl-D, or what a pipe gives. Errors are raised."""
 
     def type(self, *lines: str | BaseException) -> None:
-        self._lines = list(lines)
+        self._is_terminal, self._given = True, [f"{line}\n" if isinstance(line, str) else line for line in lines]
+
+    def pipe(self, given: str | BaseException) -> None:
+        self._is_terminal, self._given = False, [given]
 
     def isatty(self) -> bool:
-        return self._lines is not None
+        return self._is_terminal
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
-        return f"{_given(self._lines.pop(0))}\n" if self._lines else ""
+        given = self._given.pop(0) if self._given else ""
+        if isinstance(given, BaseException):
+            raise given
+        return given
 
-    def read(self, size: int | None = -1) -> str:
-        return _given(self.text)
-
-
-def _given(read: str | BaseException) -> str:
-    if isinstance(read, BaseException):
-        raise read
-    return read
+    read = readline
 
 
 @pytest.fixture
@@ -79,10 +76,6 @@ def _refuse(*_: Any, **__: Any) -> None:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ray as `folio serve` uses it, without processes. By default it must not be started."""
-    import ray
-
-    from folio.app.cli.start import lifetime
-
     stand_in = SimpleNamespace(init=_refuse, nodes=list, shutdown=lambda: None, util=ray.util)
     monkeypatch.setattr(lifetime, "ray", stand_in)
     return stand_in
@@ -90,24 +83,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def served(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What `folio serve` starts and serves, without serving it: Ray's options, addresses, configurations and further
-    arguments."""
-    from folio.app.cli.start import lifetime
-
-    noted = SimpleNamespace(starts=[], addresses=[], configs=[], more=[], gpus=None)
-
-    def serve(config: Any, *_: Any, **more: Any) -> int:
-        noted.configs.append(config)
-        noted.more.append(more)
-        return 0
-
-    def reserve(*address: Any) -> Any:
-        noted.addresses.append(address)
-        return SimpleNamespace(close=lambda: None)
-
+    """What `folio serve` would start and serve: Ray's options, addresses, and configurations with further arguments."""
+    noted = SimpleNamespace(starts=[], addresses=[], configs=[], gpus=None)
     cluster.init = lambda **options: noted.starts.append(options)
-    monkeypatch.setattr(lifetime, "serve_until_signal", serve)
-    monkeypatch.setattr(lifetime, "reserve_address", reserve)
+    note = noted.configs.append
+    monkeypatch.setattr(lifetime, "serve_until_signal", lambda config, *_, **more: note((config, more)) or 0)
+    monkeypatch.setattr(lifetime, "reserve_address", lambda *address: noted.addresses.append(address))
     monkeypatch.setattr(lifetime, "unseen_gpus", lambda: noted.gpus)  # which asks torch where libcuda is found
     monkeypatch.setattr(lifetime, "Signals", lambda longest_s: None)
     monkeypatch.setattr(lifetime, "compile_kernels", lambda _: None)

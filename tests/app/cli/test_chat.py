@@ -185,7 +185,7 @@ def test_an_interrupt_ends_the_answer_only(stdin: Stdin, capsys: pytest.CaptureF
 
 
 def test_a_pipe_is_answered_once(stdin: Stdin, capsys: pytest.CaptureFixture[str]) -> None:
-    stdin.text = "two\nlines\n"
+    stdin.pipe("two\nlines\n")
     with serving(echo(bodies := [])) as url:
         assert main(["chat", "--url", f"{url}/v1/"]) == 0
     assert capsys.readouterr().out == "You said two\nlines.\n"
@@ -222,7 +222,7 @@ def test_escape_sequences_are_not_obeyed(stdin: Stdin, capsys: pytest.CaptureFix
     async def answer(request: web.Request, body: Any) -> web.StreamResponse:
         return await stream(request, text("a\x1b]0;owned\x07b\r\x9b2J"), text("é\tü\n"), DONE)
 
-    stdin.text = "hi"
+    stdin.pipe("hi")
     with serving(answer) as url:
         assert main(["chat", "--url", url]) == 0
     assert capsys.readouterr().out == "a]0;ownedb2Jé\tü\n"
@@ -231,7 +231,7 @@ def test_escape_sequences_are_not_obeyed(stdin: Stdin, capsys: pytest.CaptureFix
 
 def test_text_that_cannot_be_written_or_read(stdin: Stdin, capsys: pytest.CaptureFixture[str]) -> None:
     """Regression: half a surrogate pair, and a pipe that is not UTF-8, ended in tracebacks."""
-    stdin.text = "hi"
+    stdin.pipe("hi")
 
     async def answer(request: web.Request, body: Any) -> web.StreamResponse:
         return await stream(request, text("a\ud83db"), DONE)
@@ -239,7 +239,7 @@ def test_text_that_cannot_be_written_or_read(stdin: Stdin, capsys: pytest.Captur
     with serving(answer) as url:
         assert main(["chat", "--url", url]) == 0
     assert capsys.readouterr().out == "ab\n"
-    stdin.text = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    stdin.pipe(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"))
     assert main(["chat"]) == 2
     assert "standard input cannot be read: it is not UTF-8" in capsys.readouterr().err
 
@@ -255,7 +255,7 @@ def test_text_that_cannot_be_written_or_read(stdin: Stdin, capsys: pytest.Captur
 def test_mistakes_are_one_line(
     arguments: list[str], line: str, stdin: Stdin, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stdin.text = "hi"
+    stdin.pipe("hi")
     assert main(["chat", *arguments]) > 0
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -269,7 +269,7 @@ def test_no_message_and_a_server_of_another_kind(stdin: Stdin, capsys: pytest.Ca
 
     with serving(answer) as url:
         for typed, line in (("", "standard input is empty"), ("hi", "has no /v1/chat/completions")):
-            stdin.text = typed
+            stdin.pipe(typed)
             assert main(["chat", "--url", url]) > 0
             assert line in capsys.readouterr().err
 

@@ -51,32 +51,29 @@ def deployments(application: str, message: str) -> dict[str, Any]:
 class Serve:
     """Serve's statuses of the applications in turn, the last for ever, and its ingresses."""
 
-    def __init__(self) -> None:
-        self.rounds: list[dict[str, ApplicationStatus]] = [{}]
-        self.message, self.ingress = "", Ingress(iter(()))
+    rounds: list[dict[str, ApplicationStatus]]
+    message, ingress = "", Any
 
     def status(self) -> Any:
-        now = self.rounds.pop(0) if len(self.rounds) > 1 else self.rounds[0]
+        now, *later = self.rounds
+        self.rounds = later or [now]
         applications = {
             name: SimpleNamespace(status=status, message="no memory", deployments=deployments(name, self.message))
             for name, status in now.items()
         }
         return SimpleNamespace(applications=applications)
 
-    def get_deployment_handle(self, deployment: str, application: str) -> Ingress:
+    def get_deployment_handle(self, deployment: str, application: str) -> Any:
         return self.ingress
 
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    monkeypatch.setattr(lifetime, "serve", serve := Serve())
-    return serve
-
-
-@pytest.fixture
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve, and no pauses in draining."""
     for pause in ("_POLL_S", "_FLUSH_GRACE_S"):
         monkeypatch.setattr(lifetime, pause, 0.0)
+    monkeypatch.setattr(lifetime, "serve", serve := Serve())
+    return serve
 
 
 class Ingress:
@@ -191,7 +188,6 @@ def test_permanent_errors_are_not_retried(serve: Serve, caplog: pytest.LogCaptur
     assert caplog.messages == ["a cannot be deployed: no weights in 'x'"]
 
 
-@pytest.mark.usefixtures("no_pauses")
 def test_draining_lasts_until_no_request_is_in_flight(serve: Serve) -> None:
     """An ingress that does not answer may have requests. Other applications are not drained."""
     runs = ApplicationStatus.RUNNING
@@ -202,7 +198,6 @@ def test_draining_lasts_until_no_request_is_in_flight(serve: Serve) -> None:
     assert next(answers, None) is None
 
 
-@pytest.mark.usefixtures("no_pauses")
 def test_ingresses_are_drained_without_the_controller(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its raylet's death it answers nobody, and is asked once."""
     monkeypatch.setattr(lifetime, "_ANSWER_S", 0.01)

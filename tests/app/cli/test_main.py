@@ -54,21 +54,14 @@ def test_a_mistake_is_one_line(arguments: list[str], line: str, capsys: pytest.C
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_the_end_of_a_command(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    status: int,
-    line: str,
-) -> None:
+def test_the_end_of_a_command(capsys: pytest.CaptureFixture[str], error: BaseException, status: int, line: str) -> None:
     def raises() -> None:
         raise error
 
     single = typer.Typer()
     single.callback()(lambda: None)
     single.command("ends")(raises)
-    monkeypatch.setattr(frame, "folio", single)
-    assert frame.main(["ends"]) == status
+    assert frame.main(["ends"], single) == status
     assert capsys.readouterr() == ("", line)
 
 

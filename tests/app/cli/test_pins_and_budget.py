@@ -68,7 +68,7 @@ def test_pins_are_added_and_removed(
     calls: list[Any], tmp_path: Path, stdin: Stdin, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rules.txt").write_text("The rules …")
-    stdin.text = "From a pipe"
+    stdin.pipe("From a pipe")
     for source in (
         ["--prompt", "A text"],
         ["--file", str(tmp_path / "rules.txt")],

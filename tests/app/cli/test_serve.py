@@ -64,10 +64,10 @@ def test_the_host_is_this_machine_unless_it_is_set(
 ) -> None:
     """Regression: with a port only, every address of the machine was served."""
     assert main(["serve", "--config", config({}, **http), *arguments]) == 0
-    options = served.configs[0].http_options
+    [(configuration, more)], [start] = served.configs, served.starts
+    options = configuration.http_options
     assert ((options.host, options.port), served.addresses) == (address, [address])
-    for noted, name in ((served.more, "ray_dashboard"), (served.starts, "include_dashboard")):
-        assert [given[name] for given in noted] == ["--ray-dashboard" in arguments]
+    assert more["ray_dashboard"] == start["include_dashboard"] == ("--ray-dashboard" in arguments)
 
 
 @pytest.fixture

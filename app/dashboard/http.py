@@ -58,14 +58,14 @@ def add_dashboard(api: FastAPI, collector: Collector) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events for a reader that may stall: at most one event waits for it, and only for `STALLED_S`."""
+    """Server-sent events for a reader that may stall: at most one event waits for it, and only for `stalled_s`."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], stalled_s: float = STALLED_S) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._stalled_s = events, stalled_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -85,10 +85,10 @@ class EventStream(Response):
     async def _send_all(self, event: str | None, send: Send) -> None:
         while event is not None:
             try:
-                async with asyncio.timeout(STALLED_S):
+                async with asyncio.timeout(self._stalled_s):
                     await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
             except TimeoutError:
-                logger.info("a viewer of the dashboard has taken nothing for %g s; its stream ends", STALLED_S)
+                logger.info("a viewer of the dashboard has taken nothing for %g s; its stream ends", self._stalled_s)
                 raise ClientDisconnect from None
             event = await anext(self._events, None)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -120,7 +120,7 @@ class BatchRunner:
             records = await asyncio.to_thread(self.store.open_batches)
             endings = await asyncio.to_thread(self._endings, records)
         except OSError:
-            logger.exception("cannot read open batches; trying again in %g s", LOOK_S)
+            logger.exception("cannot read open batches; trying again in %g s", self._intervals.look_s)
             return
         num_running = Counter(job.owner for job in self._jobs.values())
         for record in records:

@@ -36,8 +36,8 @@ class LedgerFile:
         ConfigError: its folder belongs to another user, or is open to others.
     """
 
-    def __init__(self, name: str) -> None:
-        self._folder = _private_folder()
+    def __init__(self, name: str, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        self._folder, self._lock_timeout_s = _private_folder(), lock_timeout_s
         self._path = self._folder / f"{re.sub(r'[^A-Za-z0-9.-]', '_', name)}.ledger"
 
     @contextmanager
@@ -50,7 +50,7 @@ class LedgerFile:
         """
         folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _lock(folder)
+            _lock(folder, self._lock_timeout_s)
             ledger = self._read()
             for name, member in list(ledger.members.items()):
                 if not _is_running(member.process):
@@ -87,14 +87,14 @@ def _member(process: list[int], usage: dict[str, int], **fields: Any) -> LedgerM
     return LedgerMember(ProcessId(*process), MemberUsage(**usage), **fields)
 
 
-def _lock(fd: int) -> None:
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
+def _lock(fd: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"another process has kept the ledger's lock for {LOCK_TIMEOUT_S:g} s") from None
+                raise TimeoutError(f"another process has kept the ledger's lock for {timeout_s:g} s") from None
             time.sleep(_LOCK_POLL_S)
 
 

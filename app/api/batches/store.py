@@ -25,6 +25,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
@@ -39,8 +40,6 @@ from folio.app.config.http import BatchSettings
 from folio.app.errors import ConfigError, RequestError, UnknownBatchError, UnknownFileError
 
 WINDOW_S = 86400
-# Bounds for one owner, because lists and counts of bytes read all of the owner's files.
-MAX_FILES, MAX_BATCHES, MAX_OPEN_BATCHES = 1000, 1000, 100
 # A file takes whole blocks of the disk.
 _BLOCK_BYTES = 4096
 # An upload checks the store's size each time that so many bytes have arrived.
@@ -78,20 +77,31 @@ class BatchRecord(BaseModel):
     batch: BatchObject
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds for one owner, because lists and counts of bytes read all of the owner's files."""
+
+    files: int = 1000
+    batches: int = 1000
+    open_batches: int = 100
+
+
 class BatchStore:
     """Files and batches of all owners. Methods block; call them in threads.
 
     Args:
         root: made if it does not exist.
         clock: seconds since 1970.
+        most: bounds for each owner.
 
     Raises:
         ConfigError: the folder cannot be used.
     """
 
-    def __init__(self, root: Path, settings: BatchSettings, clock: Callable[[], float] = time.time) -> None:
-        self._root = root
-        self._settings = settings
+    def __init__(
+        self, root: Path, settings: BatchSettings, clock: Callable[[], float] = time.time, most: Bounds = Bounds()
+    ) -> None:
+        self._root, self._settings, self._most = root, settings, most
         self._open = root / "open"
         self.clock = clock
         try:
@@ -117,8 +127,8 @@ class BatchStore:
         file_id = new_file_id()
         with self._changes():
             self.check_room(owner, 0)
-            if len(self._names(owner, "files", ".json")) >= MAX_FILES:
-                raise StoreFullError(f"you have {MAX_FILES} files, the most that are kept; delete some")
+            if len(self._names(owner, "files", ".json")) >= self._most.files:
+                raise StoreFullError(f"you have {self._most.files} files, the most that are kept; delete some")
             upload.rename(self.content_path(owner, file_id))
             return self.describe_file(owner, file_id, filename, purpose, keep_s)
 
@@ -181,11 +191,13 @@ class BatchStore:
                     f"the file's purpose is {found.purpose!r}; upload requests with 'batch'", "input_file_id"
                 )
             self.check_room(owner, 0)
-            if len(self._names(owner, "batches", ".json")) >= MAX_BATCHES:
-                raise StoreFullError(f"you have {MAX_BATCHES} batches, the most that are kept; wait until some expire")
-            if len(self.open_batches(owner_folder(owner))) >= MAX_OPEN_BATCHES:
+            if len(self._names(owner, "batches", ".json")) >= self._most.batches:
                 raise StoreFullError(
-                    f"{MAX_OPEN_BATCHES} of your batches have not ended; wait for some, or cancel them"
+                    f"you have {self._most.batches} batches, the most that are kept; wait until some expire"
+                )
+            if len(self.open_batches(owner_folder(owner))) >= self._most.open_batches:
+                raise StoreFullError(
+                    f"{self._most.open_batches} of your batches have not ended; wait for some, or cancel them"
                 )
             now = int(self.clock())
             batch = BatchObject(

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from folio.app.errors import ConfigError
-from folio.app.fleet import ledger_file as module
 from folio.app.fleet.ledger import MemberUsage, ProcessId
 from folio.app.fleet.ledger_file import LedgerFile, this_process
 from tests.processes import until
@@ -97,11 +96,8 @@ def test_a_member_lives_as_long_as_one_of_its_threads(
             assert not ledger.members
 
 
-def test_a_member_that_is_stopped_with_the_lock_is_not_waited_for_forever(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.05)
-    file = LedgerFile("x")
+def test_a_member_that_is_stopped_with_the_lock_is_not_waited_for_forever(temporary: Path) -> None:
+    file = LedgerFile("x", lock_timeout_s=0.05)
     [folder] = temporary.iterdir()
     fd = os.open(folder, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)

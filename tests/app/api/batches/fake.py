@@ -170,24 +170,11 @@ def check_answered_once(store: BatchStore, batch: BatchObject, custom_ids: Seque
 
 @asynccontextmanager
 async def running(
-    store: BatchStore,
-    service: FakeService,
-    callers: FakeCallers | None = None,
-    *,
-    concurrent_lines: int = 8,
-    intervals: Intervals = QUICK,
+    store: BatchStore, service: FakeService, callers: FakeCallers | None = None, **settings: Any
 ) -> AsyncIterator[BatchRunner]:
     """A runner with a store."""
-    callers, unknown = callers or FakeCallers(), UnknownFields()
-    runner = BatchRunner(
-        store,
-        service,
-        callers,
-        concurrent_lines=concurrent_lines,
-        max_line_bytes=1 << 20,
-        unknown=unknown,
-        intervals=intervals,
-    )
+    usual = {"concurrent_lines": 8, "max_line_bytes": 1 << 20, "unknown": UnknownFields(), "intervals": QUICK}
+    runner = BatchRunner(store, service, callers or FakeCallers(), **usual | settings)
     runner.start()
     try:
         yield runner

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from folio.app.api.batches import store as store_module
-from folio.app.api.batches.store import BatchStore, StoreFullError, owner_folder
+from folio.app.api.batches.store import BatchStore, Bounds, StoreFullError, owner_folder
 from folio.app.config.http import BatchSettings
 from folio.app.errors import ConfigError, RequestError, UnknownBatchError, UnknownFileError
 
@@ -89,10 +88,12 @@ def test_the_bytes_of_an_owner_and_of_the_store_are_bounded(tmp_path: Path) -> N
     add_file(store, BOB, b"x" * (7 << 20))
 
 
-def test_the_numbers_of_files_and_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = store_in(tmp_path)
-    for name, number in (("MAX_FILES", 6), ("MAX_BATCHES", 4), ("MAX_OPEN_BATCHES", 2)):
-        monkeypatch.setattr(store_module, name, number)
+def bounded(folder: Path, most: Bounds) -> BatchStore:
+    return BatchStore(folder, BatchSettings(store=folder), most=most)
+
+
+def test_the_numbers_of_files_and_batches_are_bounded(tmp_path: Path) -> None:
+    store = bounded(tmp_path, Bounds(files=6, batches=4, open_batches=2))
     add_batch(store, ALICE, CONTENT)
     batch_id = add_batch(store, ALICE, CONTENT)
     with pytest.raises(StoreFullError, match="have not ended"):
@@ -182,13 +183,12 @@ def test_answers_are_no_requests(tmp_path: Path) -> None:
         add_batch(store, ALICE, CONTENT, input_file_id=answers.id)
 
 
-def test_threads_of_several_ingresses_keep_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_several_ingresses_keep_the_bound(tmp_path: Path) -> None:
     """Each has its own store object, as each process has."""
-    monkeypatch.setattr(store_module, "MAX_FILES", 5)
 
     def add(_: int) -> bool:
         try:
-            return bool(add_file(store_in(tmp_path), ALICE, CONTENT))
+            return bool(add_file(bounded(tmp_path, Bounds(files=5)), ALICE, CONTENT))
         except StoreFullError:
             return False
 

@@ -222,17 +222,23 @@ class ReadsRefusedBodies:
 
     Args:
         upload_bytes: of the longest body that honest clients may send, if files can be uploaded.
+        most_bytes, most_s: bounds on reading a body.
     """
 
-    def __init__(self, app: ASGIApp, upload_bytes: int = 0) -> None:
-        self._app = app
-        self._upload_bytes = upload_bytes
+    def __init__(
+        self,
+        app: ASGIApp,
+        upload_bytes: int = 0,
+        most_bytes: int = _MAX_DISCARDED_BYTES,
+        most_s: float = _MAX_DISCARD_S,
+    ) -> None:
+        self._app, self._most_bytes, self._most_s = app, max(most_bytes, upload_bytes), most_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(receive, max(_MAX_DISCARDED_BYTES, self._upload_bytes))
+        body = _Body(receive, self._most_bytes, self._most_s)
 
         async def send_after_body(message: Message) -> None:
             is_start = message["type"] == "http.response.start"
@@ -248,9 +254,9 @@ class ReadsRefusedBodies:
 class _Body:
     """The body of one request. `is_refused`: what arrives is discarded."""
 
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, max_s: float) -> None:
         self._receive = receive
-        self._max_bytes = max_bytes
+        self._max_bytes, self._max_s = max_bytes, max_s
         self._num_bytes = self._num_receiving = 0
         self._ended = asyncio.Event()
         self.is_refused = False
@@ -280,7 +286,7 @@ class _Body:
         receiving = None if self._num_receiving else asyncio.create_task(self.receive())
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_MAX_DISCARD_S):
+                async with asyncio.timeout(self._max_s):
                     await self._ended.wait()
         finally:
             if receiving is not None:

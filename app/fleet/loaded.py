@@ -9,7 +9,7 @@ table with a higher revision replaces one with a lower revision everywhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from folio.app.config.added_model import AddedModel
@@ -76,11 +76,13 @@ class LoadedTable:
 class LoadedRegistry:
     """The newest table, and the change in progress, of which there is at most one."""
 
-    def __init__(self, settling_s: float = SETTLING_S, lease_s: float = LEASE_S) -> None:
-        self._table = LoadedTable()
+    def __init__(
+        self, settling_s: float = SETTLING_S, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._table, self._clock = LoadedTable(), clock
         self._lease_s = lease_s
         self._holder: str | None = None
-        self._free_at = time.monotonic() + settling_s
+        self._free_at = clock() + settling_s
 
     def newer(self, revision: int) -> tuple[int, LoadedTable | None]:
         """The revision, and the table if it is newer than the caller's."""
@@ -93,7 +95,7 @@ class LoadedRegistry:
 
     def begin(self, change: str) -> LoadedTable | None:
         """Begin a change with this unique name; returns the table, or `None` if it must wait for another change."""
-        now = time.monotonic()
+        now = self._clock()
         if now < self._free_at:
             return None
         self._holder, self._free_at = change, now + self._lease_s

@@ -57,8 +57,9 @@ Entry: TypeAlias = tuple[
 class _Outlet:
     """Pieces for the next message of a shared stream. In one event loop."""
 
-    def __init__(self, connection: int) -> None:
+    def __init__(self, connection: int, idle_s: float, most_tokens: int) -> None:
         self.connection = connection
+        self._idle_s, self._most_tokens = idle_s, most_tokens
         self.num_users = 0
         self.is_open = True
         self._entries: list[Entry] = []
@@ -69,17 +70,17 @@ class _Outlet:
         self._wake()
 
     async def take(self) -> list[Entry]:
-        """The entries that fit into a message; empty after `_IDLE_S` without any."""
+        """The entries that fit into a message; empty after `idle_s` without any."""
         if not self._entries:
             self._waiter = asyncio.get_running_loop().create_future()
-            timer = asyncio.get_running_loop().call_later(_IDLE_S, self._wake)
+            timer = asyncio.get_running_loop().call_later(self._idle_s, self._wake)
             try:
                 await self._waiter
             finally:
                 timer.cancel()
                 self._waiter = None
         num_tokens = num_taken = 0
-        while num_taken < len(self._entries) and num_tokens < _MOST_TOKENS:
+        while num_taken < len(self._entries) and num_tokens < self._most_tokens:
             num_tokens += len(self._entries[num_taken][2])
             num_taken += 1
         taken, self._entries = self._entries[:num_taken], self._entries[num_taken:]
@@ -93,11 +94,12 @@ class _Outlet:
 class SharedStreams:
     """The shared streams of a replica, at most one for each ingress."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle_s: float = _IDLE_S, most_tokens: int = _MOST_TOKENS) -> None:
+        self._bounds = idle_s, most_tokens
         self._outlets: dict[str, _Outlet] = {}  # by ingress
 
     async def messages(self, call: SharedStreamCall) -> AsyncGenerator[list[Entry], None]:
-        outlet = self._outlets[call.ingress] = _Outlet(call.connection)
+        outlet = self._outlets[call.ingress] = _Outlet(call.connection, *self._bounds)
         try:
             while (entries := await outlet.take()) or outlet.num_users:
                 if entries:
@@ -180,8 +182,8 @@ class ExpectedStream:
 class SharedReader:
     """The shared streams of an ingress, one for each replica where the ingress has several streams."""
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._handle = handle
+    def __init__(self, handle: DeploymentHandle[Any], again_s: float = _AGAIN_S) -> None:
+        self._handle, self._again_s = handle, again_s
         self._ingress = uuid.uuid4().hex
         self._numbers = itertools.count(1)
         self._expected: dict[int, ExpectedStream] = {}
@@ -245,7 +247,7 @@ class SharedReader:
             if not has_ended:
                 if response is not None:
                     response.cancel()
-                self._not_before = time.monotonic() + _AGAIN_S
+                self._not_before = time.monotonic() + self._again_s
             del self._users[connection], self._readers[replica]
             for number in users:
                 self._expected[number].arrived.put_nowait(None)

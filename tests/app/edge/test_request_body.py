@@ -14,7 +14,6 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from folio.app.config.http import BatchSettings, HttpSettings
-from folio.app.edge import request_body as unread
 from folio.app.edge.guard import Guard
 from folio.app.edge.request_body import BodyBounds, ReadsRefusedBodies, limited
 from folio.app.http.errors import HttpRefusal
@@ -29,12 +28,16 @@ async def never(scope: Scope, receive: Receive, send: Send) -> None:
     raise AssertionError("the body was not refused")
 
 
-@pytest.fixture(params=[False, True], ids=["alone", "like Serve"])
-def address(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
+@contextlib.contextmanager
+def refusing(is_like_serve: bool, **bounds: Any) -> Iterator[tuple[str, int]]:
+    """The address of a server that refuses long bodies."""
     guarded: ASGIApp = Guard(never, HttpSettings(max_body_bytes=1000))
-    app: Any = ReadsRefusedBodies(as_serve(guarded) if request.param else guarded)
+    app: Any = ReadsRefusedBodies(as_serve(guarded) if is_like_serve else guarded, **bounds)
     with listening(app) as url:
         yield "127.0.0.1", int(url.rpartition(":")[2])
+
+
+either_way = pytest.mark.parametrize("is_like_serve", [False, True], ids=["alone", "like Serve"])
 
 
 def answer_to(address: tuple[str, int], head: bytes, parts: list[bytes]) -> tuple[bytes, Any]:
@@ -48,20 +51,25 @@ def answer_to(address: tuple[str, int], head: bytes, parts: list[bytes]) -> tupl
     return top.splitlines()[0], json.loads(body)["error"]["code"]
 
 
-def test_a_client_that_still_sends_reads_its_refusal(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@either_way
+def test_a_client_that_still_sends_reads_its_refusal(is_like_serve: bool) -> None:
     """Regression: a Python client met EPIPE and never saw the 413."""
-    monkeypatch.setattr(unread, "_MAX_DISCARD_S", 3600.0)  # the end of the body is noticed
     length, chunk = b"content-length: %d" % LONG, b"%x\r\n" % (1 << 16) + b"x" * (1 << 16) + b"\r\n"
-    status, code = answer_to(address, length, [b"x" * LONG])
-    assert (status.split()[1], code) == (b"413", "body_too_large")
-    status, code = answer_to(address, b"transfer-encoding: chunked", [chunk] * (LONG >> 16) + [b"0\r\n\r\n"])
-    assert (status.split()[1], code) == (b"413", "body_too_large")
+    chunks = [chunk] * (LONG >> 16) + [b"0\r\n\r\n"]
+    with refusing(is_like_serve, most_s=3600.0) as address:  # the end of the body is noticed
+        for head, parts in ((length, [b"x" * LONG]), (b"transfer-encoding: chunked", chunks)):
+            status, code = answer_to(address, head, parts)
+            assert (status.split()[1], code) == (b"413", "body_too_large")
 
 
-def test_endless_bodies_are_not_read_to_their_end(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread, "_MAX_DISCARDED_BYTES", LONG)
+@either_way
+def test_endless_bodies_are_not_read_to_their_end(is_like_serve: bool) -> None:
     chunk, sent = b"10000\r\n" + b"x" * (1 << 16) + b"\r\n", 0
-    with socket.create_connection(address, timeout=30) as client, contextlib.suppress(ConnectionError):
+    with (
+        refusing(is_like_serve, most_bytes=LONG) as address,
+        socket.create_connection(address, timeout=30) as client,
+        contextlib.suppress(ConnectionError),
+    ):
         client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         while True:
             client.sendall(chunk)
@@ -69,10 +77,11 @@ def test_endless_bodies_are_not_read_to_their_end(address: tuple[str, int], monk
     assert LONG <= sent < 8 * LONG  # and what the system's buffers hold
 
 
-def test_slow_bodies_are_not_waited_for(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@either_way
+def test_slow_bodies_are_not_waited_for(is_like_serve: bool) -> None:
     """Otherwise the client waits for its answer while the server waits for the body."""
-    monkeypatch.setattr(unread, "_MAX_DISCARD_S", 0.1)
-    assert answer_to(address, b"content-length: %d" % LONG, [b"x"])[1] == "body_too_large"
+    with refusing(is_like_serve, most_s=0.1) as address:
+        assert answer_to(address, b"content-length: %d" % LONG, [b"x"])[1] == "body_too_large"
 
 
 # ---- bodies that a route reads piece by piece ----

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from folio.app.engine.lora.source import AdapterSource
-from folio.app.fleet import loaded as loaded_module
 from folio.app.fleet.loaded import LoadedRegistry, LoadedTable
 
 A, B = AdapterSource("a", "/a", "1"), AdapterSource("b", "/b", "2")
@@ -14,18 +11,11 @@ A, B = AdapterSource("a", "/a", "1"), AdapterSource("b", "/b", "2")
 class Clock:
     now = 100.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(loaded_module, "time", clock)
-    return clock
-
-
-def test_one_change_at_a_time(clock: Clock) -> None:
+def test_one_change_at_a_time() -> None:
     registry = LoadedRegistry(settling_s=0)
     assert registry.begin("first") == LoadedTable()
     assert registry.begin("second") is None
@@ -39,8 +29,8 @@ def test_one_change_at_a_time(clock: Clock) -> None:
     assert not registry.commit("first", LoadedTable(2, ()))
 
 
-def test_a_change_that_takes_too_long_is_not_committed(clock: Clock) -> None:
-    registry = LoadedRegistry(settling_s=0, lease_s=10)
+def test_a_change_that_takes_too_long_is_not_committed() -> None:
+    registry = LoadedRegistry(settling_s=0, lease_s=10, clock=(clock := Clock()))
     registry.begin("slow")
     clock.now += 9
     assert registry.begin("other") is None
@@ -52,9 +42,9 @@ def test_a_change_that_takes_too_long_is_not_committed(clock: Clock) -> None:
     assert registry.begin("third") is None
 
 
-def test_a_new_registry_learns_the_newest_table(clock: Clock) -> None:
+def test_a_new_registry_learns_the_newest_table() -> None:
     """Before it has, no change may begin: it would be the change of an old table."""
-    registry = LoadedRegistry(settling_s=3)
+    registry = LoadedRegistry(settling_s=3, clock=(clock := Clock()))
     assert registry.begin("change") is None
     for table in (LoadedTable(2, (A,)), LoadedTable(5, (B,)), LoadedTable(4, ())):
         registry.restore(table)

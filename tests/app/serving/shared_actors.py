@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
 
 from folio.app.serving import shared_table
-from folio.app.serving.shared_table import SharedTable
 
 
 class Actor:
@@ -79,15 +79,28 @@ class Actors:
         assert found is not None
         return found
 
-    def find(self, table: SharedTable, creates: bool) -> Actor | None:
+    # ---- of `ray` ----
+
+    def get_actor(self, name: str, namespace: str) -> Actor:
+        if name not in self._by_name:
+            raise ValueError(f"there is no actor {name}")
+        return self._found(name)
+
+    def remote(self, kind: type) -> Any:
+        options = lambda name, **_: SimpleNamespace(remote=lambda: self._found(name))  # noqa: E731
+        return SimpleNamespace(options=options)
+
+    def get(self, reference: _Method, timeout: float) -> Any:
+        return reference.future().result()
+
+    def _found(self, name: str) -> Actor:
         self.num_finds += 1
-        return self.of(table._name) if creates or table._name in self._by_name else None
+        return self.of(name)
 
 
 def patched_actors(monkeypatch: pytest.MonkeyPatch, make: Any) -> Actors:
     """Actors whose tables are made by `make`."""
     actors = Actors(make)
-    monkeypatch.setattr(SharedTable, "_find", lambda table, creates: actors.find(table, creates))
-    monkeypatch.setattr(shared_table.ray, "get", lambda reference, timeout: reference.future().result())
+    monkeypatch.setattr(shared_table, "ray", actors)
     monkeypatch.setattr(shared_table, "_STARTS_S", 0.0)
     return actors

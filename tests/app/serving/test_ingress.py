@@ -17,6 +17,7 @@ from ray.exceptions import RayTaskError
 
 from folio.app.api.input import translate as translator
 from folio.app.api.input.text_encoder import TextEncoder
+from folio.app.api.input.translate import Translator
 from folio.app.api.openai.bodies import ForkRequest
 from folio.app.api.openai.chat_body import ChatCompletionRequest
 from folio.app.api.openai.token_bodies import TokenizeRequest
@@ -36,6 +37,7 @@ from folio.app.errors import (
 )
 from folio.app.fleet.messages import ForkCall, Piece
 from folio.app.http.request_context import CURRENT, RequestContext
+from folio.app.serving.ingress import STARTING_TIMEOUT_S
 from tests.fakes.replicas import CALL, TOKENIZER, Engines, collect, completion, ingress_with
 
 
@@ -99,7 +101,7 @@ async def test_prompts_have_only_so_many_log_probabilities(monkeypatch: pytest.M
     assert len(engines.calls) == 1
 
 
-async def test_long_answers_are_made_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_answers_are_made_outside_of_the_event_loop() -> None:
     """Those with many log probabilities held it."""
     threads = []
 
@@ -107,7 +109,7 @@ async def test_long_answers_are_made_outside_of_the_event_loop(monkeypatch: pyte
         threads.append(threading.current_thread())
         return "answer"
 
-    whole = ingress_with(Engines())._models.first.translator.build_answer
+    whole = Translator(TOKENIZER, "m", ()).build_answer
     for num_tokens in (1, 1000):
         tokens = (TokenLogprobs(5, -1.0, 1, ()),) * num_tokens
         assert await whole(note, [[Piece("", (5,) * num_tokens, logprobs=tokens)]]) == "answer"
@@ -233,7 +235,7 @@ def test_errors_survive_rays_pickling(error: FolioError, dual: bool) -> None:
     assert vars(arrived) == vars(error)
 
 
-async def test_ready_does_not_wait_while_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ready_does_not_wait_while_the_server_starts() -> None:
     """It took ten seconds to say that there was no replica yet. The question goes on: it may be what starts one."""
     ingress, there, asked = ingress_with(engines := Engines()), asyncio.Event(), 0
 
@@ -243,18 +245,15 @@ async def test_ready_does_not_wait_while_the_server_starts(monkeypatch: pytest.M
         await there.wait()
 
     engines.ready = SimpleNamespace(remote=ready)
-    monkeypatch.setattr("folio.app.serving.ingress.STARTING_TIMEOUT_S", 0.0)
-    monkeypatch.setattr("folio.app.serving.ingress.READY_TIMEOUT_S", 30.0)
     for _ in range(2):
         with pytest.raises(UnavailableError):
             await ingress.ready()
     there.set()
-    monkeypatch.setattr("folio.app.serving.ingress.STARTING_TIMEOUT_S", 30.0)
     await ingress.ready()
     assert asked == 1
     there.clear()
     later = asyncio.create_task(ingress.ready())
-    await asyncio.sleep(0)
+    await asyncio.sleep(STARTING_TIMEOUT_S)
     there.set()
     await later  # a busy replica is given time
     assert asked == 2

@@ -10,6 +10,7 @@ import pytest
 from folio.app.engine.memory.memory_profile import DevicePlan
 from folio.app.errors import ConfigError
 from folio.app.fleet import ledger as fleet_ledger
+from folio.app.fleet.ledger import BudgetLedger
 from folio.app.fleet.ledger_file import LedgerFile
 from folio.app.serving import ledger as module
 from folio.app.serving.ledger import BudgetMember
@@ -19,12 +20,23 @@ from tests.vmem.small_memory import FlakyHost, make_memory
 CAPACITY = 1 << 22
 
 
+class Ledger(LedgerFile):
+    """On a disk that may be full."""
+
+    is_full = False
+
+    def _write(self, ledger: BudgetLedger) -> None:
+        if self.is_full:
+            raise OSError("disk full")
+        super()._write(ledger)
+
+
 @pytest.fixture
-def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LedgerFile:
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for interval in ("BEAT_S", "STARTING_BEAT_S"):
         monkeypatch.setattr(module, interval, 0.01)
-    return LedgerFile("ledger")
+    return Ledger("ledger")
 
 
 @pytest.mark.parametrize(("device_bytes", "fits"), [(CAPACITY + 2000, True), (CAPACITY + 1999, False), (None, True)])
@@ -52,7 +64,7 @@ def test_a_replica_that_the_device_cannot_hold_does_not_start(
 
 
 def test_two_replicas_share_and_the_one_that_stays_gets_all(
-    ledger: LedgerFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While the ledger cannot be used, budgets stay as they are: that is logged once."""
     monkeypatch.setattr(fleet_ledger, "REBALANCE_S", 0.0)
@@ -68,9 +80,9 @@ def test_two_replicas_share_and_the_one_that_stays_gets_all(
             member.wait_for_budget()
             member.attach(memory, None)
         until(lambda: budgets() == [shared_bytes // 2] * 2)
-        with monkeypatch.context() as broken:
-            broken.setattr(LedgerFile, "_write", _raise_full)
-            until(lambda: caplog.text.count("the budget stays as it is: disk full") == 2)
+        ledger.is_full = True
+        until(lambda: caplog.text.count("the budget stays as it is: disk full") == 2)
+        ledger.is_full = False
         members[1].close()
         until(lambda: budgets()[0] == shared_bytes)
         assert caplog.text.count("the budget stays as it is") == 2
@@ -80,7 +92,3 @@ def test_two_replicas_share_and_the_one_that_stays_gets_all(
             member.close()
         for memory in memories:
             memory.close()
-
-
-def _raise_full(*_: object) -> None:
-    raise OSError("disk full")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
-from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -15,6 +13,7 @@ from folio.app.serving import limits
 from folio.app.serving.limits import LimitReporter
 from folio.app.serving.shared_table import SharedTable
 from tests.app.serving.shared_actors import Actor, patched_actors
+from tests.processes import until_async
 
 
 @pytest.fixture
@@ -67,18 +66,17 @@ async def test_a_ledger_that_has_dropped_an_ingress_gets_all_of_its_usage(actor:
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_cancellation_that_comes_with_an_answer_is_kept(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the task that reports usage went on, and its event loop could not end."""
-    answers = [Future[object](), Future[object]()]
-    table = SharedTable(object, "table", "tables", "nothing is shared", 60.0)
-    monkeypatch.setattr(table, "exists", AsyncMock(return_value=True))
-    monkeypatch.setattr(table, "_sent", Mock(side_effect=[Mock(future=lambda a=answer: a) for answer in answers]))
+    actor = patched_actors(monkeypatch, list).of("table")
+    actor.late = late = []
+    table = SharedTable(list, "table", "tables", "nothing is shared", 60.0)
 
     async def call_twice() -> None:
-        await table.call("method")
-        await table.call("method")
+        await table.call("copy")
+        await table.call("copy")
 
     task = asyncio.ensure_future(call_twice())
-    await asyncio.sleep(0.01)
-    answers[0].set_result(None)
+    await until_async(lambda: len(late) == 1)
+    late[0]()
     for _ in range(turns):
         await asyncio.sleep(0)
     task.cancel()

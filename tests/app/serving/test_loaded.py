@@ -257,7 +257,6 @@ async def test_a_change_waits_only_so_long(
     cluster: Cluster, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loaded_module, "CHANGE_WAIT_S", 0.05)
-    monkeypatch.setattr(loaded_module, "_CHANGE_POLL_S", 0.01)
     loaded, _ = ingress(replicas)
     cluster.registry.begin("another")
     with pytest.raises(UnavailableError, match="another change") as refused:

@@ -18,9 +18,15 @@ from tests.fakes.fleet import Fleet, answers, hangs, status
 from tests.fakes.replicas import TOKENIZER, Engines, ingress_with
 
 
-async def test_the_load_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas have little time, and their load is kept for long."""
+    for name, seconds in (("STATUS_TIMEOUT_S", 0.1), ("_LOAD_FRESH_S", 60.0)):
+        monkeypatch.setattr(ingress_module, name, seconds)
+
+
+async def test_the_load_of_those_that_answer() -> None:
     """One that is gone, one that hangs, and one whose engine has stopped are counted only."""
-    monkeypatch.setattr(ingress_module, "STATUS_TIMEOUT_S", 0.2)
     others = (answers(ActorDiedError()), hangs, answers(UnavailableError("stopped")))
     fleet = Fleet(answers(status("b", 2)), *others, answers(status("a", 1)))
     report = await ingress_with(fleet).load()
@@ -51,9 +57,8 @@ async def test_the_load_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) ->
     assert (await ingress_with(Fleet()).load()).num_replicas == 0
 
 
-async def test_pickers_get_the_present_load_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pickers_get_the_present_load_of_all_replicas() -> None:
     """Calls within 50 ms share an answer: replicas are asked once."""
-    monkeypatch.setattr(ingress_module, "_LOAD_FRESH_S", 60.0)
     fleet = Fleet(answers(status("a", 1)), answers(status("b", 2)))
     ingress = ingress_with(fleet)
     pages = await asyncio.gather(*(ingress.load_metrics() for _ in range(3)))
@@ -64,10 +69,8 @@ async def test_pickers_get_the_present_load_of_all_replicas(monkeypatch: pytest.
     assert float(values["vllm:num_requests_waiting"]) == waiting > 0
 
 
-async def test_pickers_get_an_error_when_a_replica_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pickers_get_an_error_when_a_replica_hangs() -> None:
     """Without its queue the server would seem idle. The error is not kept: the next call asks again."""
-    monkeypatch.setattr(ingress_module, "STATUS_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(ingress_module, "_LOAD_FRESH_S", 60.0)
     fleet = Fleet(answers(status("a", 1)), hangs)
     ingress = ingress_with(fleet)
     for _ in range(2):

@@ -66,7 +66,6 @@ class Serve:
 def ask(monkeypatch: pytest.MonkeyPatch, serve: Serve, timeout_s: float = 1.0) -> list[Any]:
     monkeypatch.setattr(peers, "serve", serve)
     monkeypatch.setattr(peers, "DeploymentHandle", serve.handle)
-    monkeypatch.setattr(peers, "_RETRY_S", 0.0)
     found = peer_prefixes("EngineReplica", "app", timeout_s, "same")
     assert not serve.open_handles  # its router would read all replicas' reports for ever
     return found

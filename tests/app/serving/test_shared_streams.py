@@ -8,14 +8,12 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from ray.exceptions import ActorUnavailableError
 
 from folio.app.engine import SamplingParams
 from folio.app.errors import EngineError, FolioError, UnavailableError
 from folio.app.fleet.messages import GenerateRequest, Piece, SharedStreamCall, SharedStreamKey
 from folio.app.fleet.overload import LoadShedder
-from folio.app.serving import shared_streams as shared_module
 from folio.app.serving.calls import ReplicaClient
 from folio.app.serving.shared_streams import SharedReader, SharedStreams
 from tests.processes import until_async
@@ -61,8 +59,8 @@ class Call:
 class Replica:
     """A handle of one replica, whose requests get a piece each in every `step`."""
 
-    def __init__(self) -> None:
-        self.streams = SharedStreams()
+    def __init__(self, **bounds: Any) -> None:
+        self.streams = SharedStreams(**bounds)
         self.own: list[Call] = []
         self.shared: list[Call] = []
         self.pieces: list[asyncio.Queue[Piece | FolioError]] = []
@@ -123,9 +121,9 @@ class Replica:
 class Crowd:
     """Requests with output, and an open shared stream."""
 
-    def __init__(self) -> None:
-        self.replica = Replica()
-        self.reader = SharedReader(self.replica)  # type: ignore[arg-type]
+    def __init__(self, again_s: float = 1.0, **bounds: Any) -> None:
+        self.replica = Replica(**bounds)
+        self.reader = SharedReader(self.replica, again_s)  # type: ignore[arg-type]
         replicas = ReplicaClient(self.replica, LoadShedder(), shared=self.reader)  # type: ignore[arg-type]
         self.texts: list[list[str]] = [[] for _ in range(NUM)]
         self.tasks = [asyncio.create_task(self._ask(replicas, number)) for number in range(NUM)]
@@ -146,6 +144,11 @@ class Crowd:
                 self.texts[number].append(piece.text)
 
 
+def left_in(reader: SharedReader) -> list[Any]:
+    """What the reader still keeps of requests."""
+    return [*reader._expected, *reader._num_streams]
+
+
 async def test_a_step_of_all_streams_is_one_message() -> None:
     """Regression: each of 32 streams was a message a step, of 240 to 460 us each."""
     crowd = Crowd()
@@ -160,8 +163,7 @@ async def test_a_step_of_all_streams_is_one_message() -> None:
     assert [len(entries) for entries in shared.items] == [NUM] * 4
     # The first piece does not wait for others, and the second item names the shared stream.
     assert [[type(item) for item in call.items] for call in crowd.replica.own] == [[list, int]] * NUM
-    assert not crowd.reader._expected
-    assert not crowd.reader._num_streams
+    assert not left_in(crowd.reader)
 
 
 async def test_a_single_stream_opens_no_shared_one() -> None:
@@ -187,7 +189,7 @@ async def test_a_cancelled_request_leaves_the_others() -> None:
     crowd.replica.step("c", end=True, requests=range(1, NUM))
     await asyncio.gather(*crowd.tasks[1:])
     assert [texts[-1] for texts in crowd.texts] == ["0b", *(f"{number}c" for number in range(1, NUM))]
-    assert not crowd.reader._expected
+    assert not left_in(crowd.reader)
 
 
 async def test_an_error_comes_after_the_earlier_output() -> None:
@@ -212,10 +214,9 @@ async def test_a_replica_that_dies_ends_its_streams() -> None:
     assert [type(result) for result in results] == [UnavailableError] * NUM
 
 
-async def test_a_broken_shared_stream_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broken_shared_stream_ends_its_requests() -> None:
     """Requests whose pieces were lost end with an error."""
-    monkeypatch.setattr(shared_module, "_AGAIN_S", 0.0)
-    crowd = Crowd()
+    crowd = Crowd(again_s=0.0)
     await crowd.begin()
     crowd.replica.step("b")
     await crowd.all_have("b")
@@ -240,10 +241,9 @@ async def test_a_late_reader_gets_the_queued_pieces() -> None:
     assert [piece.text async for piece in reader.rest(unfinished, connection=99)] == ["a"]
 
 
-async def test_an_idle_shared_stream_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_shared_stream_ends() -> None:
     """A replica that stops waits for it. A request that begins just then has its own stream."""
-    monkeypatch.setattr(shared_module, "_IDLE_S", 0.01)
-    crowd = Crowd()
+    crowd = Crowd(idle_s=0.01)
     await crowd.begin()
     await until_async(lambda: not crowd.replica.num_open)
     crowd.replica.step("b", end=True)
@@ -251,14 +251,12 @@ async def test_an_idle_shared_stream_ends(monkeypatch: pytest.MonkeyPatch) -> No
     assert crowd.texts == [[f"{number}a", f"{number}b"] for number in range(NUM)]
     await until_async(lambda: not crowd.replica.num_open)
     assert not crowd.replica.shared[0].cancelled
-    assert not crowd.reader._readers
-    assert not crowd.reader._users
+    assert not left_in(crowd.reader)
 
 
-async def test_messages_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_have_a_bound() -> None:
     """Pieces that accumulate on a slow connection could exceed a gRPC message."""
-    monkeypatch.setattr(shared_module, "_MOST_TOKENS", 5)
-    streams = SharedStreams()
+    streams = SharedStreams(most_tokens=5)
     messages = streams.messages(SharedStreamCall("i", 1, "r"))
     first = asyncio.ensure_future(anext(messages))
     await asyncio.sleep(0)

@@ -6,7 +6,6 @@ Ray Serve's part is left out: processes, routing, and the network between them.
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,10 +66,10 @@ def _replica_context(name: str) -> Iterator[pytest.MonkeyPatch]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "get_replica_context", lambda: context)
-        patch.setattr(gc, "collect", lambda: 0)
-        patch.setattr(gc, "freeze", lambda: None)
         for module in (ingress_module, replica_module):
+            patch.setattr(module, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
             patch.setattr(module, "configure_logs", lambda: None)
+        patch.setattr(tp_actors, "actors_of_this_replica", lambda: None)
         yield patch
 
 
@@ -78,14 +77,12 @@ def replica_of(engine: Any, name: str = "local", shared_kv_memory_bytes: int | N
     """A replica of this engine."""
     with _replica_context(name) as patch:
         patch.setattr(shelf_module, "Shelf", lambda *_, **__: Shelf(builtin=engine))
-        patch.setattr(tp_actors, "actors_of_this_replica", lambda: None)
         return EngineReplica(ShelfConfig(models=(a_model("builtin"),)), shared_kv_memory_bytes)
 
 
 def replica_of_shelf(shelf: ShelfConfig, name: str = "local") -> EngineReplica:
     """A replica of a real shelf, without peers."""
     with _replica_context(name) as patch:
-        patch.setattr(tp_actors, "actors_of_this_replica", lambda: None)
         patch.setattr(replica_module, "peer_prefixes", lambda *_: [])
         return EngineReplica(shelf)
 

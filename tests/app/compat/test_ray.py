@@ -30,7 +30,7 @@ from ray.serve.schema import ServeDeploySchema
 from folio.app.compat import ray as compat
 from folio.app.errors import EngineError, FolioError, NoReplicaError, OverloadedError, RequestError, UnavailableError
 from folio.app.serving.router import FolioRouter
-from tests.app.compat.ray_types import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from tests.app.compat.ray_types import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata, choose_replica
 from tests.processes import until
 
 
@@ -122,14 +122,13 @@ async def test_a_replica_is_dropped_when_its_process_is_gone(case: str, monkeypa
     router.update_replicas([router.create_replica_wrapper(info)])
     router.on_replica_actor_died(replica_id)  # a call by reference has failed
     pending = request_router.PendingRequest([], {}, RequestMetadata("x", "internal", call_method="ready"))
-    assert pending.metadata._by_reference
     if case == "it listens":
-        chosen = await router._choose_replica_for_request(pending)
+        chosen = await choose_replica(router, pending)
         assert (chosen.replica_id, pending.metadata._by_reference) == (replica_id, False)
         server.close()
     else:
         with pytest.raises(NoReplicaError):
-            await router._choose_replica_for_request(pending)
+            await choose_replica(router, pending)
         assert not router.curr_replicas
 
 
@@ -149,17 +148,24 @@ async def test_the_routers_hooks() -> None:
     assert "routing_context.should_backoff" in inspect.getsource(router._choose_replicas_with_backoff)
 
 
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Serve's client of its controller, and the options for gRPC with which Serve is started."""
+    client = SimpleNamespace(started=[])
+    monkeypatch.setattr(serve, "start", lambda *, grpc_options, **_: client.started.append(grpc_options))
+    monkeypatch.setattr(context, "_get_global_client", lambda: client)
+    return client
+
+
 @pytest.mark.parametrize("given", [None, True])
-def test_reflection_is_off_unless_the_file_sets_it(given: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reflection_is_off_unless_the_file_sets_it(given: bool | None, client: Any) -> None:
     """Ray's default is on, and nobody who asks needs a key."""
     options = {"port": 9000} | ({} if given is None else {"enable_reflection": given})
     config = ServeDeploySchema.model_validate({"applications": [], "grpc_options": options})
     assert config.grpc_options.enable_reflection
-    started: list[Any] = []
-    monkeypatch.setattr(serve, "start", lambda *, grpc_options, **_: started.append(grpc_options))
-    monkeypatch.setattr(context, "_get_global_client", lambda: None)
     compat.ServeInstance(config)
-    assert (started[0]["enable_reflection"], started[0]["port"]) == (bool(given), 9000)
+    [options] = client.started
+    assert (options["enable_reflection"], options["port"]) == (bool(given), 9000)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +193,7 @@ class Controller:
 
 
 @pytest.mark.parametrize("error", [RayActorError(), GetTimeoutError()])
-def test_serve_is_shut_down_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_serve_is_shut_down_once(monkeypatch: pytest.MonkeyPatch, client: Any, error: Exception) -> None:
     """Regression: a clean stop ended in "graceful_shutdown failed. There are infinite retries": Ray asked again."""
     calls: list[Any] = []
 
@@ -196,11 +202,10 @@ def test_serve_is_shut_down_once(monkeypatch: pytest.MonkeyPatch, error: Excepti
         raise error
 
     monkeypatch.setattr(ray, "get", get)
-    instance = compat.ServeInstance.__new__(compat.ServeInstance)
-    instance._client = SimpleNamespace(_controller=Controller(calls), _shutdown=False)
-    instance.shut_down(3.0)
+    client._controller = Controller(calls)
+    compat.ServeInstance(ServeDeploySchema(applications=[])).shut_down(3.0)
     assert calls == [{"max_task_retries": 0}, ("reference", 3.0)]
-    assert instance._client._shutdown
+    assert client._shutdown
 
 
 def rpc_error(code: grpc.StatusCode) -> Exception:

@@ -245,9 +245,9 @@ class Application:
 
 
 @contextmanager
-def ingress(app: ASGIApp) -> Iterator[int]:
-    """Serve an application as an ingress; gives its port."""
-    with listening(as_serve(ReadsRefusedBodies(app))) as url:  # type: ignore[arg-type]
+def ingress(app: ASGIApp, **bounds: Any) -> Iterator[int]:
+    """Serve an application as an ingress; gives its port. `bounds`: on reading a refused body."""
+    with listening(as_serve(ReadsRefusedBodies(app, **bounds))) as url:  # type: ignore[arg-type]
         yield int(url.rpartition(":")[2])
 
 

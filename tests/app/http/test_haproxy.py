@@ -22,7 +22,6 @@ from ray.serve._private.haproxy import BackendConfig
 from starlette.types import Message, Receive, Scope, Send
 
 from folio.app.config.http import HttpSettings
-from folio.app.edge import request_body as unread
 from folio.app.edge.guard import Guard
 from folio.app.http import haproxy
 from tests.app.http.haproxy_front import (
@@ -56,10 +55,14 @@ def application() -> Application:
 
 
 @pytest.fixture(scope="module")
-def behind(application: Application) -> Iterator[int]:
+def guarded(application: Application) -> Guard:
+    return Guard(application, HttpSettings(body_timeout_s=HURRIED_S, log_requests=False))
+
+
+@pytest.fixture(scope="module")
+def behind(guarded: Guard) -> Iterator[int]:
     """The port of the ingress."""
-    settings = HttpSettings(body_timeout_s=HURRIED_S, log_requests=False)
-    with ingress(Guard(application, settings)) as port:
+    with ingress(guarded) as port:
         yield port
 
 
@@ -70,10 +73,13 @@ def usual(behind: int) -> Iterator[Front]:
 
 
 @pytest.fixture(scope="module")
-def hurried(behind: int) -> Iterator[Front]:
+def hurried(guarded: Guard) -> Iterator[Front]:
     """With short timeouts and few connections."""
     config = {"timeout_client_s": HURRIED_S, "maxconn": 40}
-    with front(backend_of([behind]), head_timeout_s=HURRIED_S, **config) as found:
+    with (
+        ingress(guarded, most_s=0.1) as behind,
+        front(backend_of([behind]), head_timeout_s=HURRIED_S, **config) as found,
+    ):
         yield found
 
 
@@ -168,9 +174,8 @@ def test_a_slow_head(hurried: Front, application: Application) -> None:
     assert len(application.scopes) == count
 
 
-def test_slow_bodies(hurried: Front, application: Application, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_bodies(hurried: Front, application: Application) -> None:
     """HAProxy refuses those that fit into a buffer, the guard longer ones."""
-    monkeypatch.setattr(unread, "_MAX_DISCARD_S", 0.1)
     count, long = len(application.scopes), haproxy.BUFFER_BYTES * 4
     for length, sent in ((100, 0), (long, 10), (long, long // 2)):
         raw = request("POST", "/slow", b"x" * length)

@@ -20,7 +20,6 @@ from folio.app.fleet.messages import GenerateRequest
 from folio.app.models.builtin import resolve_model
 from folio.app.replica import additions as additions_module
 from folio.app.replica.additions import ShelfAdditions
-from folio.app.serving.loaded import TableCopy
 from folio.app.shelf import control
 from folio.app.shelf.shelf import Shelf
 from tests.app.engine.lora.adapters import make_adapter
@@ -98,7 +97,6 @@ async def test_a_replica_that_has_missed_a_model_or_an_adapter_learns_of_it_from
     the table a little later. What remains unknown is for another replica."""
     *_, poet = adapting
     cluster = patched_cluster(monkeypatch)
-    monkeypatch.setattr(TableCopy, "fetch", lambda copy: copy.table)
     options: dict[str, Any] = {"kv_memory_bytes": 16 << 20, "max_num_batched_tokens": 512, "warm_up": False}
     known, missed = (a_model(n, adapter_dir=str(tmp_path / "adapters"), **options) for n in ("known", "missed"))
     replica = replica_of_shelf(ShelfConfig(models=(known,), device_memory_bytes=256 << 20, models_dir=str(tmp_path)))
@@ -138,4 +136,4 @@ async def test_a_replica_that_has_missed_a_model_or_an_adapter_learns_of_it_from
         assert unknown.value.replica == "local"
     with pytest.raises(UnknownPinError):
         await replica.unpin("pin", "missed")
-    replica._shelf.close()
+    replica.__del__()

@@ -10,7 +10,7 @@ import signal
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,11 +64,11 @@ def pack(folder: Path, name: str, before: Mapping[Path, int]) -> None:
             path.unlink()
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(stages: Iterable[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=benchmarks.gpu_day.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stages", nargs="+", choices=tuple(STAGES), metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("stages", nargs="+", choices=tuple(stages), metavar="STAGE", help=", ".join(stages))
     parser.add_argument("--fake", action="store_true", help="run small versions of everything without a device")
     parser.add_argument("--only", nargs="+", metavar="JOB", help="run only these jobs")
     parser.add_argument("--list", action="store_true", help="list the jobs and their time limits")
@@ -95,10 +95,10 @@ def chosen(stage: str, jobs: Sequence[Job], args: argparse.Namespace) -> list[Jo
     return [replace(job, alone=stage == "server", limit_s=FAKE_LIMITS * job.limit_s) for job in some]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
+def main(argv: Sequence[str] | None = None, jobs_of: Mapping[str, Callable[[bool], list[Job]]] = STAGES) -> int:
+    parser = make_parser(jobs_of)
     args = parser.parse_args(argv)
-    stages = {name: STAGES[name](args.fake) for name in args.stages}
+    stages = {name: jobs_of[name](args.fake) for name in args.stages}
     if unknown := set(args.only or ()) - {job.name for jobs in stages.values() for job in jobs}:
         parser.error(f"no such job: {', '.join(sorted(unknown))}")
     stages = {name: chosen(name, jobs, args) for name, jobs in stages.items()}

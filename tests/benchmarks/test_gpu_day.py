@@ -164,8 +164,8 @@ def test_an_interruption_leaves_what_is_known(number: signal.Signals, status: in
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"hangs = Job('hangs', ('-c', {HANGS!r}, 'session'), 90, alone=False)\n"
         "first, never = (Job(name, ('-c', 'print(1)'), 60) for name in ('first', 'never'))\n"
-        "program.STAGES = {'facts': lambda fake: [first, hangs], 'whole': lambda fake: [never]}\n"
-        "sys.exit(program.main(['facts', 'whole', '--pack']))"
+        "jobs = {'facts': lambda fake: [first, hangs], 'whole': lambda fake: [never]}\n"
+        "sys.exit(program.main(['facts', 'whole', '--pack'], jobs))"
     )
     for name in ("notes.txt", "old.png"):
         (tmp_path / name).write_text("mine")
@@ -201,16 +201,15 @@ def test_the_folder_of_results(
     (file := tmp_path / "a file").write_text("mine")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FOLIO_RESULTS", str(file) if results else "")
-    monkeypatch.setattr(program, "STAGES", {"facts": lambda fake: []})
     monkeypatch.setattr(program, "make_environment", lambda folder, fake: {})
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     if results:
         with pytest.raises(SystemExit, match="2"):
-            main(["facts", "--fake", "--pack"])
+            main(["facts", "--fake", "--pack"], {"facts": lambda fake: []})
         assert f"results cannot be written to {file}: File exists; set FOLIO_RESULTS" in capsys.readouterr().err
     else:
-        assert main(["facts", "--fake", "--pack"]) == 0
+        assert main(["facts", "--fake", "--pack"], {"facts": lambda fake: []}) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["a file"]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from folio.kernels import KernelError, blocks, select_block_copy
 from folio.kernels.cpu import build
+from tests.kernels.conftest import UseCompiler
 
 CPU = torch.device("cpu")
 
@@ -50,24 +50,22 @@ def test_wrong_tensors_are_named() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("fails", ["folder", "compiler", "loading"])
 def test_failed_builds_raise_kernel_error(
-    fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uncached_libraries: None
+    fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, use_compiler: UseCompiler
 ) -> None:
     """Regression: routers failed to start where the cache folder was read-only or not executable."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if fails == "folder":
         (tmp_path / "folio").write_text("no folder")
     elif fails == "compiler":
-        monkeypatch.setattr(build.shutil, "which", lambda name: "/bin/false")
+        use_compiler("exit 1")
     else:
-        monkeypatch.setattr(build.ctypes, "CDLL", Mock(side_effect=OSError("failed to map segment")))
+        use_compiler('echo "no library" > "$last"')
     with pytest.raises(KernelError, match=r"copy\.cpp"):
         build.load_library("copy")
 
 
-def test_without_a_compiler_there_is_no_block_copy(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, uncached_libraries: None
-) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+def test_without_a_compiler_there_is_no_block_copy(use_compiler: UseCompiler, caplog: pytest.LogCaptureFixture) -> None:
+    use_compiler(None)
     with caplog.at_level(logging.WARNING):
         assert select_block_copy(CPU) is None
     assert "by indexing" in caplog.text

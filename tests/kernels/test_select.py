@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from folio.kernels import KernelError, Masking, select_provider
-from folio.kernels.cpu import build
 from tests.kernels.cases import check, make_case
+from tests.kernels.conftest import UseCompiler
 
 CPU = torch.device("cpu")
 
@@ -42,10 +42,8 @@ def test_auto_takes_the_next_provider_if_the_first_does_not_support_a_call(caplo
     ]
 
 
-def test_only_auto_falls_back_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, uncached_libraries: None
-) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+def test_only_auto_falls_back_without_a_compiler(use_compiler: UseCompiler, caplog: pytest.LogCaptureFixture) -> None:
+    use_compiler(None)
     provider = select_provider("auto", CPU)
     check(provider, make_case([(1, 20), (3, 9)], masking=Masking(0.2, window_left=4)))
     assert "provider cpu is not available" in caplog.text

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from folio.kernels import KernelError
 from folio.kernels.cpu import build
+from tests.kernels.conftest import UseCompiler
 
 FEATURES = {chosen.name: " ".join(sorted(chosen.features)) for chosen in build.INSTRUCTION_SETS}
 
@@ -27,7 +27,7 @@ FEATURES = {chosen.name: " ".join(sorted(chosen.features)) for chosen in build.I
     ],
 )
 def test_a_wheel_has_a_library_for_the_processor(
-    flags: str, library: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uncached_libraries: None
+    flags: str, library: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, use_compiler: UseCompiler
 ) -> None:
     """Regression: 86 of the first start's 90 s were the compiler. A processor without any of the sets compiles."""
     packaged, cache = tmp_path / "lib", tmp_path / "cache"
@@ -37,15 +37,13 @@ def test_a_wheel_has_a_library_for_the_processor(
     monkeypatch.setattr(build, "PACKAGED", packaged)
     monkeypatch.setattr(build, "_cpu_flags", lambda: f"flags : {flags}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    loaded: list[str] = []
-    monkeypatch.setattr(build.ctypes, "CDLL", loaded.append)
     if library is None:
-        monkeypatch.setattr(build.shutil, "which", lambda name: None)
+        use_compiler(None)
         with pytest.raises(KernelError, match="no C\\+\\+ compiler"):
             build.load_library("copy")
         return
-    build.load_library("copy")
-    assert loaded == [str(packaged / library)]
+    with pytest.raises(KernelError, match=f"{packaged / library}: file too short"):
+        build.load_library("copy")
     assert "copy" not in build.missing_libraries()
     assert "rotary" in build.missing_libraries()
     assert not cache.exists()
@@ -55,15 +53,17 @@ def test_a_wheel_has_a_library_for_the_processor(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_libraries_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For this processor into the cache, and for each instruction set into a wheel's folder."""
-    monkeypatch.setattr(build, "_sources", lambda: [build._FOLDER / "copy.cpp", build._FOLDER / "chain.cpp"])
+    sources = [Path(build.__file__).with_name("csrc") / name for name in ("copy.cpp", "chain.cpp")]
+    monkeypatch.setattr(build, "_sources", lambda: sources)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.missing_libraries() == ["copy", "chain"]
     build.compile_all()
     assert build.missing_libraries() == []
-    monkeypatch.setattr(build.subprocess, "run", _only_versions(subprocess.run))
+    compiled = {path: path.stat() for path in tmp_path.rglob("*.so")}
     build.compile_all()
-    monkeypatch.undo()
-    monkeypatch.setattr(build, "_sources", lambda: [build._FOLDER / "copy.cpp"])
+    assert len(compiled) == 2
+    assert {path: path.stat() for path in tmp_path.rglob("*.so")} == compiled
+    del sources[1]
     build.compile_packaged(tmp_path / "lib")
     made = sorted(path.name.partition("-")[0] for path in (tmp_path / "lib").iterdir())
     assert made == ["copy.avx2", "copy.avx512", "copy.avx512bf16"]
@@ -79,28 +79,17 @@ def test_a_cache_that_cannot_be_used(call: Callable[[], object], monkeypatch: py
         call()
 
 
-def test_a_wheel_by_an_old_compiler_has_no_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.processes
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels of others have no libraries")
+def test_a_wheel_by_an_old_compiler_has_no_libraries(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, use_compiler: UseCompiler
+) -> None:
     """Regression: the installation failed, as g++ 10 knows no x86-64-v3."""
     wheel = pytest.importorskip("folio.kernels.cpu.wheel")
-
-    def fail(folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / "copy.avx2-1.so").touch()
-        raise KernelError("g++ failed")
-
-    monkeypatch.setattr(wheel, "has_libraries", lambda: True)
-    monkeypatch.setattr(build, "compile_packaged", fail)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    use_compiler('case "$*" in *x86-64-v4*) exit 1;; esac; : > "$last"')
+    monkeypatch.syspath_prepend(tmp_path)  # what the command inserts is removed, too
     command = wheel.BuildKernels(pytest.importorskip("setuptools").Distribution())
     command.ensure_finalized()
     command.build_lib = str(tmp_path)
     command.run()
     assert not (tmp_path / "folio" / "kernels" / "cpu" / "lib").exists()
-
-
-def _only_versions(run):  # type: ignore[no-untyped-def]
-    def checked(command, **options):  # type: ignore[no-untyped-def]
-        assert command[1:] == ["--version"], "compiled again"
-        return run(command, **options)
-
-    return checked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,14 +126,14 @@ class MemoryAudit:
     def publish(self) -> None:
         """Make a report for readers that cannot have the lock. With the lock held."""
         self._report = self._make_report()
-        self._published_at = time.monotonic()
+        self._published_at = self._mapper.clock()
 
     @property
     def _num_owned_pages(self) -> int:
         return sum(group.pool.num_owned * group.num_slices for group in self._groups)
 
     def _publish_if_old(self) -> None:
-        if time.monotonic() - self._published_at > _RENEWED_AFTER_S:
+        if self._mapper.clock() - self._published_at > _RENEWED_AFTER_S:
             self.publish()
 
     def check_integrity(self) -> None:

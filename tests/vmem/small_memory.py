@@ -85,32 +85,38 @@ def groups(
 
 
 class FlakyHost(HostBackend):
-    """The host backend; call number `fail_at` of those that change something fails."""
+    """The host backend; call number `fail_at` of those that change something fails.
+
+    Attributes:
+        before: called before each of these calls with its name and its number of handles, of which it may refuse any.
+    """
 
     def __init__(self, capacity_bytes: int, pages: DevicePages | None = None) -> None:
         super().__init__(capacity_bytes, pages=pages)
         self.num_calls = 0
         self.fail_at = -1
+        self.before: Callable[[str, int], object] = lambda call, count: None
 
-    def _count(self) -> None:
+    def _count(self, call: str, count: int = 1) -> None:
         self.num_calls += 1
+        self.before(call, count)
         if self.num_calls == self.fail_at:
             raise MapError("injected")
 
     def create(self, page_bytes: int) -> int:
-        self._count()
+        self._count("create")
         return super().create(page_bytes)
 
     def destroy(self, handle: int) -> None:
-        self._count()
+        self._count("destroy")
         super().destroy(handle)
 
     def map(self, address: int, handles: Sequence[int]) -> None:
-        self._count()
+        self._count("map", len(handles))
         super().map(address, handles)
 
     def unmap(self, mapped: Any) -> None:
-        self._count()
+        self._count("unmap")
         super().unmap(mapped)
 
 
@@ -252,6 +258,16 @@ def make_memory(
         ),
     )
     return memory, device
+
+
+def refusing(*calls: str, error: Exception | None = None) -> Callable[[str, int], None]:
+    """`FlakyHost.before` that refuses these calls."""
+
+    def before(call: str, count: int) -> None:
+        if call in calls:
+            raise error or MapError("injected")
+
+    return before
 
 
 def do_background(memory: KVMemory, most: int = 1000) -> int:

@@ -180,9 +180,10 @@ def test_a_preempted_sequence_that_resumes_is_no_return() -> None:
     cache = Cache(100)
     use = PrefixUse("chat", 1)
     cache.run([1, 2], use)
-    counted = [sum(table.returned) for table in cache.order.times._tables.values()]
+    tables = cache.order.times._tables
+    counted = [sum(table.returned) for table in tables.values()]
     cache.run([1, 2], PrefixUse("chat", 1, resumes=True))
-    assert [sum(table.returned) for table in cache.order.times._tables.values()] == counted
+    assert [sum(table.returned) for table in tables.values()] == counted
 
 
 def test_conversations_whose_template_rewrites_the_end_of_the_prompt_are_continued() -> None:

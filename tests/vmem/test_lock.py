@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
-from folio.vmem import CHANGE_BYTES, NO_KEYS, LocalContents, MapError, StepDemand, lock, report
+from folio.vmem import CHANGE_BYTES, NO_KEYS, LocalContents, MapError, StepDemand
 from tests.processes import until
 from tests.vmem.conftest import Make
 from tests.vmem.sequences import begin, serve
@@ -106,28 +107,22 @@ def test_reports_are_read_while_the_lock_is_held(make: Make, other: ThreadPoolEx
     assert len(memory.prefixes.cached_keys(100).changes) == 2 * CHANGE_BYTES
 
 
-def test_calls_of_the_engine_publish_a_report(
-    make: Make, other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_of_the_engine_publish_a_report(make: Make, other: ThreadPoolExecutor) -> None:
     """Else a reader without the lock gets the figures of the last reader with it."""
-    monkeypatch.setattr(report, "_RENEWED_AFTER_S", -1.0)
-    memory = make()
+    memory = make(clock=itertools.count().__next__)  # a report is made anew once it is 50 ms old
     sequence = memory.create_sequence("block_table")
     memory.append(sequence, 40)
     with memory.lock:
         assert other.submit(memory.report).result(DEADLINE_S).active_bytes == 3 * PAGE_BYTES
 
 
-def test_the_engine_reads_figures_after_its_last_call(
-    make: Make, other: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_reads_figures_after_its_last_call(make: Make, other: ThreadPoolExecutor) -> None:
     """Regression: the engine's thread got figures from before its last call, because the mapper held the lock."""
-    monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
     memory = make()
     sequence = memory.create_sequence("block_table")
     memory.append(sequence, 40)
     other.submit(memory.lock.acquire).result(DEADLINE_S)
-    release = threading.Timer(0.05, memory.lock.release)
+    release = threading.Timer(0.1, memory.lock.release)  # longer than others wait for the lock
     release.start()
     assert memory.report().active_bytes == 3 * PAGE_BYTES
     release.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -48,6 +48,7 @@ from tests.vmem.small_memory import (
     layout,
     make_memory,
     read,
+    refusing,
     write,
 )
 
@@ -248,21 +249,20 @@ def test_a_failure_at_each_call_changes_nothing(backend: type, fail_at: int, sti
         assert device.there.num_mappings == device.num_mappings
 
 
-def test_a_page_that_cannot_be_destroyed_is_kept(still: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_be_destroyed_is_kept(still: Make) -> None:
     """Of a call that fails no page is left. If destroying the new pages fails, too, they are spare, and the next call
     uses them."""
-    memory = still(FlakyCuda)
-    sequence = memory.create_sequence("block_table")
+    memory = still()
+    sequence, reset = memory.create_sequence("block_table"), memory.backend.before
     memory.backend.fail_at = memory.backend.num_calls + 3
     with pytest.raises(MapError):
         memory.append(sequence, 64)
     assert memory.report().physical_bytes == 0
     created = memory.report().create_calls
-    with monkeypatch.context() as patch:
-        patch.setattr(memory.backend, "map", refuse)
-        patch.setattr(memory.backend, "destroy", refuse)
-        with pytest.raises(MapError):
-            memory.append(sequence, 20)
+    memory.backend.before = refusing("map", "destroy")
+    with pytest.raises(MapError):
+        memory.append(sequence, 20)
+    memory.backend.before = reset
     memory.check_integrity()
     assert memory.report().physical_bytes == 2 * PAGE_BYTES
     memory.append(sequence, 20)
@@ -506,10 +506,9 @@ def test_blocks_whose_fence_is_open_are_looked_at_again_soon(still: Make) -> Non
     assert memory.report().physical_bytes == 0
 
 
-def test_a_report_made_at_most_50_ms_ago_is_not_made_anew(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_made_at_most_50_ms_ago_is_not_made_anew(make: Make) -> None:
     """Readers that cannot have the lock get the last one."""
-    monkeypatch.setattr("folio.vmem.report._RENEWED_AFTER_S", 100.0)
-    memory = make()
+    memory = make(clock=lambda: 0.0)
     begin(memory, 32)
     with memory.lock, ThreadPoolExecutor(1) as pool:
         report = pool.submit(memory.report).result()
@@ -581,26 +580,20 @@ def test_low_memory_unmaps_parked_regions(still: Make) -> None:
     assert memory.report().physical_bytes == 20 * PAGE_BYTES
 
 
-def refuse(*_: object) -> None:
-    raise MapError("injected")
-
-
-def test_failing_unmaps_are_retried(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_unmaps_are_retried(make: Make) -> None:
     """Requests go on meanwhile, and the report counts the failures."""
     memory = make(idle_release_s=0.0)
-    sequence = begin(memory, 64)
-    with monkeypatch.context() as patch:
-        patch.setattr(memory.backend, "unmap", refuse)
-        memory.truncate(sequence, 16)
-        until(lambda: memory.report().mapper_failures >= 4)
-        memory.ensure([StepDemand(sequence, 15, 16)])
+    sequence, reset = begin(memory, 64), memory.backend.before
+    memory.backend.before = refusing("unmap")
+    memory.truncate(sequence, 16)
+    until(lambda: memory.report().mapper_failures >= 4)
+    memory.ensure([StepDemand(sequence, 15, 16)])
+    memory.backend.before = reset
     until(lambda: memory.report().physical_bytes == PAGE_BYTES)
     memory.ensure([StepDemand(sequence, 15, 16)])
 
 
-def test_mapping_that_keeps_failing_is_raised(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mapping_that_keeps_failing_is_raised(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """The next step raises what the mapper failed at three times in a row; idle pages still go back."""
     memory = make(idle_release_s=0.01)
     sequence, idle = begin(memory, 16), begin(memory, 48)
@@ -615,28 +608,24 @@ def test_mapping_that_keeps_failing_is_raised(
         return False
 
     caplog.set_level("WARNING", "folio.vmem.mapping.mapper")
-    with monkeypatch.context() as patch:
-        patch.setattr(memory.backend, "map", refuse)
-        until(is_raised)
-        assert "failure 2 in a row" in caplog.text
-        assert "failure 3 in a row" not in caplog.text  # the first, and ever fewer of the next
-        until(lambda: memory.report().physical_bytes == PAGE_BYTES)
+    memory.backend.before = refusing("map")
+    until(is_raised)
+    assert "failure 2 in a row" in caplog.text
+    assert "failure 3 in a row" not in caplog.text  # the first, and ever fewer of the next
+    until(lambda: memory.report().physical_bytes == PAGE_BYTES)
 
 
 def test_a_dead_mapper_is_noticed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = make()
     sequence = begin(memory, 16)
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(memory.policy, "next_work", broken)
+    monkeypatch.setattr(memory.policy, "next_work", None)  # a bug
     memory.plan([])
     until(lambda: memory.mapper.death is not None)
     calls: list[Callable[[], object]] = [
         lambda: memory.ensure([StepDemand(sequence, 0, 16)]),
         lambda: memory.append(sequence, 17),
         lambda: memory.wait_for_progress(0.01),
+        lambda: memory.mapper.paused().__enter__(),
     ]
     for call in calls:
         with pytest.raises(IntegrityError, match="mapper thread has died"):
@@ -678,27 +667,30 @@ def test_a_busy_region_is_waited_for(make: Make) -> None:
     timer.join()
 
 
-def test_a_step_waits_for_one_unit_of_work(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+class PageByPage(FlakyHost):
+    max_call_bytes = PAGE_BYTES
+
+
+def test_a_step_waits_for_one_unit_of_work(make: Make) -> None:
     """Regression: the mapper went from unit to unit of a region, and a step that needed it waited for all."""
-    memory = make()
-    monkeypatch.setattr(memory.policy, "unit_pages", 1)
+    memory = make(PageByPage)
     sequence = memory.create_sequence("region")
     memory.append(sequence, 80)
     gate, begun = threading.Event(), threading.Event()
     units: list[int] = []
     seen_by_the_step: list[int] = []
-    real = memory.backend.map
 
-    def gated(address: int, handles: Sequence[int]) -> None:
+    def gated(call: str, count: int) -> None:
+        if call != "map":
+            return
         if threading.current_thread().name == "folio-mapper":
-            units.append(len(handles))
+            units.append(count)
             begun.set()
             gate.wait(DEADLINE_S)
         else:
             seen_by_the_step.append(len(units))
-        real(address, handles)
 
-    monkeypatch.setattr(memory.backend, "map", gated)
+    memory.backend.before = gated
     memory.plan([StepDemand(sequence, 0, 80)])
     assert begun.wait(DEADLINE_S)
     threading.Timer(0.05, gate.set).start()
@@ -706,20 +698,18 @@ def test_a_step_waits_for_one_unit_of_work(make: Make, monkeypatch: pytest.Monke
     assert seen_by_the_step == [1]
 
 
-def test_nothing_changes_while_the_mapper_is_paused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_changes_while_the_mapper_is_paused(make: Make) -> None:
     """A CUDA graph is captured then. The pause begins with the end of the unit of work in hand."""
-    memory = make(num_pages=20, idle_release_s=0.0, cache_release_s=0.0)
+    memory = make(PageByPage, num_pages=20, idle_release_s=0.0, cache_release_s=0.0)
     device = memory.backend
-    monkeypatch.setattr(memory.policy, "unit_pages", 1)
     begun = threading.Event()
-    destroy = device.destroy
 
-    def slow(handle: int) -> None:
-        begun.set()
-        time.sleep(0.002)
-        destroy(handle)
+    def slow(call: str, count: int) -> None:
+        if call == "destroy":
+            begun.set()
+            time.sleep(0.002)
 
-    monkeypatch.setattr(device, "destroy", slow)
+    device.before = slow
     memory.free(begin(memory, 160))
     assert begun.wait(DEADLINE_S)
     with memory.mapper.paused():
@@ -731,15 +721,7 @@ def test_nothing_changes_while_the_mapper_is_paused(make: Make, monkeypatch: pyt
     assert device.num_calls > before
 
 
-def test_a_dead_mapper_cannot_be_paused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = make()
-    monkeypatch.setattr(memory.mapper, "death", ZeroDivisionError("a bug"))
-    with pytest.raises(IntegrityError, match="mapper thread has died"), memory.mapper.paused():
-        raise AssertionError
-    monkeypatch.undo()
-
-
-def test_a_refused_mapping_demotes_the_sequence(still: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_mapping_demotes_the_sequence(still: Make) -> None:
     """A device whose table of mappings is full: what parked regions give up makes room for the blocks at home."""
     memory = still()
     device = memory.backend
@@ -747,18 +729,17 @@ def test_a_refused_mapping_demotes_the_sequence(still: Make, monkeypatch: pytest
     memory.free(ended)
     for sequence in (automatic, forced):
         memory.append(sequence, 40)
-    most, map_pages = device.num_mappings, device.map
+    most, reset = device.num_mappings, device.before
 
-    def map_or_refuse(address: int, handles: Sequence[int]) -> None:
-        if device.num_mappings + len(handles) > most:
+    def refuse_more(call: str, count: int) -> None:
+        if call == "map" and device.num_mappings + count > most:
             raise MapError("injected")
-        map_pages(address, handles)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(device, "map", map_or_refuse)
-        memory.ensure([StepDemand(automatic, 20, 40)])
-        with pytest.raises(MapError):
-            memory.ensure([StepDemand(forced, 20, 40)])
+    device.before = refuse_more
+    memory.ensure([StepDemand(automatic, 20, 40)])
+    with pytest.raises(MapError):
+        memory.ensure([StepDemand(forced, 20, 40)])
+    device.before = reset
     assert (automatic.view, forced.view) == ("block_table", "region")
     assert read(memory, StepDemand(automatic, 0, 20), 0, "own")[:20] == list(range(20))
 
@@ -808,7 +789,7 @@ def test_the_pages_of_a_copy_stay_until_it_is_made(still: Make) -> None:
     assert memory.report().unmap_calls == unmapped + 1
 
 
-def test_a_full_device_takes_pages_from_the_other_group(still: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_takes_pages_from_the_other_group(still: Make) -> None:
     """The device has less memory than the budget: pages of another group's free blocks are used instead."""
     memory = still(windowed=True, num_pages=40)
     sequence = begin(memory, 96, "block_table")
@@ -816,15 +797,10 @@ def test_a_full_device_takes_pages_from_the_other_group(still: Make, monkeypatch
     memory.ensure([StepDemand(sequence, 96, 97)])  # the window's group has free blocks now
     free = memory.group_memories[1].pool.num_free
     assert free >= 2
-
-    def full(page_bytes: int) -> int:
-        raise OutOfPages(1, 0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(memory.backend, "create", full)
-        memory.append(sequence, 97 + 16)
-        with pytest.raises(OutOfPages):
-            memory.append(sequence, 160)
+    memory.backend.before = refusing("create", error=OutOfPages(1, 0))
+    memory.append(sequence, 97 + 16)
+    with pytest.raises(OutOfPages):
+        memory.append(sequence, 160)
 
 
 # ---- the elastic budget ----

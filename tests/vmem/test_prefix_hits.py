@@ -60,12 +60,11 @@ def test_evicted_prefixes_are_not_hot(make: Make) -> None:
     assert hot(memory) == []
 
 
-def test_hits_are_counted_for_the_latest_prefixes_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("folio.vmem.prefix.prefix_summary._MOST_HOT", 2)
-    memory = make()
-    for seed in (1, 2, 3):
-        ask(memory, prompt(20, seed), 2)
-    assert [p.token_ids[0] for p in memory.prefixes.hot_prefixes(10_000)] == [3000, 2000]
+def test_hits_are_counted_for_the_latest_prefixes_only() -> None:
+    nodes: HotNodes[int] = HotNodes(most=2)
+    for node in (1, 1, 2, 3):
+        nodes.note(node)
+    assert nodes.best(100, lambda node: [node], lambda _: True) == [(3, 1), (2, 1)]
 
 
 def test_long_chains_that_do_not_fit_are_walked_once() -> None:

@@ -170,16 +170,17 @@ class CachedPrefix:
 
 
 class HotNodes(Generic[Node]):
-    """Hit counts of the nodes hit last. Every call but `best` takes constant time."""
+    """Hit counts of the nodes hit last. Every call but `best` takes constant time. Args: `most`: counted nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MOST_HOT) -> None:
+        self._most = most
         self._hits: OrderedDict[Node, int] = OrderedDict()  # the latest hit last
 
     def note(self, node: Node) -> None:
         """Count a hit."""
         self._hits[node] = self._hits.get(node, 0) + 1
         self._hits.move_to_end(node)
-        if len(self._hits) > _MOST_HOT:
+        if len(self._hits) > self._most:
             self._hits.popitem(last=False)
 
     def forget(self, node: Node) -> None:

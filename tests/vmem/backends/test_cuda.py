@@ -260,7 +260,7 @@ def test_torch_takes_the_context_first(num_devices: int, monkeypatch: pytest.Mon
     order: list[str] = []
     retain = driver.cuDevicePrimaryCtxRetain
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
-    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: order.append("folio") or retain(device))
+    driver.cuDevicePrimaryCtxRetain = lambda device: order.append("folio") or retain(device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     monkeypatch.setattr(torch, "empty", lambda *_, device: order.append(f"torch on {device}"))
     if not num_devices:

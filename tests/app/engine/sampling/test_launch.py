@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from folio.app.engine.sampling import choice, penalties, sampler
+from folio.app.engine.sampling import choice, sampler
 from folio.app.engine.sampling import logits as processors
 from folio.app.engine.sampling.choice import likeliest
 from folio.app.engine.sampling.noise import gumbel, noise_key
@@ -41,11 +41,9 @@ def by_definition(logits: torch.Tensor, params: SamplingParams, key: int) -> int
 
 @pytest.mark.thirds
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("compiled", [True, False])
-def test_equals_a_complete_sort(seed: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("each_choice")
+def test_equals_a_complete_sort(seed: int) -> None:
     """Peaked, flat and equal logits, in half precision with many equal ones; vocabularies of few and many blocks."""
-    if not compiled:
-        monkeypatch.setattr(choice, "compiled_kernels", lambda: None)
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     vocab_size = rng.choice([1, 2, 63, 64, 65, 1000, 4097, 20_000])
     dtype = rng.choice([torch.float32, torch.bfloat16])
@@ -81,11 +79,9 @@ def test_keys_of_many_rows_equal_those_of_one() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 64, 4160, 9999])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_the_likeliest_is_the_first_of_equals(vocab_size: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("each_choice")
+def test_the_likeliest_is_the_first_of_equals(vocab_size: int) -> None:
     """Also where it is the last token, or a NaN."""
-    if not compiled:
-        monkeypatch.setattr(choice, "compiled_kernels", lambda: None)
     logits = torch.randint(0, 4, (50, vocab_size), generator=torch.Generator().manual_seed(0)).float()
     logits[1], logits[2], logits[3, -1] = -torch.inf, 7.0, 9.0
     logits[4, vocab_size // 2] = torch.nan
@@ -106,21 +102,12 @@ def rich_states(count: int) -> list[SamplingState]:
     ]
 
 
-def test_the_path_of_gpus_chooses_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kind of row; Triton's interpreter runs its kernel here."""
-    pytest.importorskip("triton")
+def test_the_path_of_gpus_chooses_the_same(request: pytest.FixtureRequest) -> None:
+    """Every kind of row."""
     logits = 3 * torch.randn(24, 130, generator=torch.Generator().manual_seed(0)) + 3 * (torch.arange(130) < 16)
     expected = sampler.sample(logits, rich_states(24))
-    calls = []
-
-    def on_gpu(*arguments: object) -> object:
-        calls.append(arguments)
-        return choose(*arguments)  # type: ignore[arg-type]
-
-    choose = sampler._choose_on_gpu
-    monkeypatch.setattr(sampler, "_choose_on_cpu", on_gpu)
+    request.getfixturevalue("on_gpu")
     assert sampler.sample(logits, rich_states(24)) == expected
-    assert calls
 
 
 def test_the_compiled_choice_equals_torchs() -> None:
@@ -170,11 +157,8 @@ class Unread:
 
 
 @pytest.fixture
-def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_values(copied: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`meta` stands for a GPU: its tensors have shapes and no values, and an operation that needs values raises."""
-
-    def moved(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-        return [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
 
     def choose(_: torch.Tensor, rows: torch.Tensor, *settings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert all(column.shape == rows.shape and column.is_meta for column in settings)
@@ -185,8 +169,6 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert all(column.is_meta for column in (values, *table))
 
     pytest.importorskip("triton")
-    monkeypatch.setattr(sampler, "to_device", moved)
-    monkeypatch.setattr(penalties, "to_device", moved)
     monkeypatch.setattr(sampler, "Readback", Unread)
     monkeypatch.setattr("folio.kernels.triton.sampling.choose", choose)
     monkeypatch.setattr("folio.kernels.triton.penalties.penalise", penalise)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from folio.app.engine.sampling import choice, penalties, sampler
+from folio.app.engine.sampling import penalties, sampler
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.penalties import counts_of, gather_penalties
 from folio.app.engine.sampling.settings import gather_settings
@@ -18,19 +18,6 @@ from folio.app.engine.sampling.state import SamplingState
 
 VOCAB_SIZE = 500
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.17, "presence_penalty": -0.4}
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of GPUs, in Triton's interpreter; what is sent to a device is copied."""
-    pytest.importorskip("triton")
-
-    def copied(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-        return [torch.from_numpy(array.copy()).to(device) for array in arrays]
-
-    monkeypatch.setattr(sampler, "_choose_on_cpu", sampler._choose_on_gpu)
-    monkeypatch.setattr(sampler, "to_device", copied)
-    monkeypatch.setattr(penalties, "to_device", copied)
 
 
 def state_of(prompt: Sequence[int], output: Sequence[int] = (), **params: object) -> SamplingState:
@@ -58,11 +45,9 @@ def check_exact() -> None:
     assert sampler.sample(logits, states).token_ids == [5, 4] * 200
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_each_operation_is_rounded_alone(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("each_choice")
+def test_each_operation_is_rounded_alone() -> None:
     """Compilers fuse a product with a sum, whose result is another in the last bit."""
-    if not compiled:
-        monkeypatch.setattr(choice, "compiled_kernels", lambda: None)
     check_exact()
 
 
@@ -74,7 +59,7 @@ def test_each_operation_is_rounded_alone_on_gpus() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 5000])
 def test_the_compiled_choice_penalises_like_torch(
-    dtype: torch.dtype, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, vocab_size: int, request: pytest.FixtureRequest
 ) -> None:
     """Rows of all ways of sampling, some not penalised, of logits with a stride, some with edits."""
     rng, generator = random.Random(vocab_size), torch.Generator().manual_seed(vocab_size)
@@ -93,7 +78,7 @@ def test_the_compiled_choice_penalises_like_torch(
     ]
     before, compiled = logits.clone(), sampler.sample(logits, states)
     assert torch.equal(logits, before)
-    monkeypatch.setattr(choice, "compiled_kernels", lambda: None)
+    request.getfixturevalue("by_torch")
     assert sampler.sample(logits, states) == compiled
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from folio.app.engine.sampling import choice, logprobs, noise, sampler
+from folio.app.engine.sampling import logprobs, noise, sampler
 from folio.app.engine.sampling.logprobs import prompt_logprobs
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.engine.sampling.state import SamplingState
@@ -71,13 +71,9 @@ def test_every_combination_draws_by_the_exact_distribution(features: tuple[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_sequence_is_independent_of_the_batch(
-    dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("each_choice")
+def test_a_sequence_is_independent_of_the_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows with all kinds of parameters, in any order and in chunks of any size; their log probabilities too."""
-    if not compiled:
-        monkeypatch.setattr(choice, "compiled_kernels", lambda: None)
     generator = torch.Generator().manual_seed(0)
     # so many that many of the random settings differ, and tokens up to 15 likely, for what is special about them
     mixed = random.Random(0)
@@ -117,7 +113,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("two_threads", "by_torch")
 def test_top_p_cuts_a_single_row_of_a_large_vocabulary_like_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's logsumexp adds up one row of 32,768 numbers in parallel parts, and several row by row. Probabilities from
     it were others in the last bits, and alone, a request with top_p between the two had a token more or less."""
@@ -129,7 +125,6 @@ def test_top_p_cuts_a_single_row_of_a_large_vocabulary_like_several(monkeypatch:
             continue
         num_different += 1
         # So the least likely token of all that can be drawn is drawn.
-        monkeypatch.setattr(choice, "compiled_kernels", lambda: None)
         monkeypatch.setattr(noise, "gumbel", lambda keys, token_ids, row=logits[0]: -2 * row[token_ids].double())
         ordered = logits[0].sort(descending=True).values
         between = (ordered[:20] - sums[:, None]).double().exp().cumsum(-1).mean(0)
@@ -205,10 +200,10 @@ def test_plain_greedy_rows_cost_one_reduction(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(logits, before)
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_the_lowest_of_equals_is_drawn_whatever_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise that makes up for the logits leaves equal sums; top_k sorts the likeliest, here the last, first."""
     logits = torch.arange(400.0)[None] / 8
-    monkeypatch.setattr(choice, "compiled_kernels", lambda: None)
     monkeypatch.setattr(noise, "gumbel", lambda keys, token_ids: -token_ids.double() / 8)
     assert sample(logits, [request(top_k=50)]) == [350]
 
@@ -275,20 +270,19 @@ def test_prompt_logprobs(dtype: torch.dtype, num_top: int) -> None:
 
 def test_rows_are_worked_on_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of a chunk bounds memory, and changes nothing else."""
-    logits = torch.randn(11, 100).bfloat16()
-    tokens = list(range(11))
-    whole = prompt_logprobs(logits, tokens, 3)
+    vocab_size = logprobs.CHUNK_ELEMENTS // 3
+    logits, tokens = torch.randn(7, vocab_size).bfloat16(), list(range(7))
+    alone = [prompt_logprobs(logits[i : i + 1], [i], 3) for i in tokens]
     sizes = []
 
     def seen(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(tensor.numel())
+        sizes.append(len(tensor))
         return order(tensor)
 
     order = logprobs.sort_keys
     monkeypatch.setattr(logprobs, "sort_keys", seen)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 300)
-    assert prompt_logprobs(logits, tokens, 3) == whole
-    assert sizes == [300, 300, 300, 200]
+    assert prompt_logprobs(logits, tokens, 3) == tuple(found for row in alone for found in row)
+    assert sizes == [3, 3, 1]
 
 
 def test_sampled_tokens_have_those_of_the_raw_logits() -> None:

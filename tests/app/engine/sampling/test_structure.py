@@ -177,11 +177,13 @@ def test_what_is_too_wide_is_refused_before_a_stream_begins(structure: Structure
     assert raised.value.param == "structure"
 
 
-def test_a_limit_met_later_belongs_to_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_met_later_belongs_to_the_output() -> None:
     """`accept` took exceeded limits for errors of the engine."""
-    monkeypatch.setattr(structure_module, "_TRIED_TOKENS", 0)
-    matcher = matcher_of("grammar", "start: " + "|".join(f'"o{i}"' for i in range(2500)))
-    write(matcher, "o")
+    wide = "|".join(f'"o{i}"' for i in range(2500))
+    matcher = matcher_of(
+        "grammar", f'start: "a" | "xyz" ({wide})'
+    )  # only the first of the alternatives is tried further
+    write(matcher, "xyzo")
     assert isinstance(matcher.error, RequestError)
     assert matcher.finished
 
@@ -383,19 +385,19 @@ def test_a_parser_that_gives_up_ends_only_its_own_output(monkeypatch: pytest.Mon
     assert matcher.fork().error is matcher.error
 
 
-def test_compiled_structures_are_kept_and_the_longest_unused_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structure_module, "MAX_CACHED", 2)
+def test_compiled_structures_are_kept_and_the_longest_unused_forgotten() -> None:
     compiled = []
-    original = StructureCompiler._compile
-    monkeypatch.setattr(
-        StructureCompiler,
-        "_compile",
-        lambda self, structure: compiled.append(structure.spec) or original(self, structure),
-    )
-    compiler = compiler_of()
-    for spec in ("a", "b", "a", "c", "a", "b"):
+
+    class Noted(StructureCompiler):
+        def _compile(self, structure: Structure) -> StructureMatcher:
+            compiled.append(structure.spec)
+            return super()._compile(structure)
+
+    compiler = Noted(TOKENIZER, SIZE, {0})
+    others = ["c" * (i + 1) for i in range(structure_module.MAX_CACHED - 1)]
+    for spec in ("a", "b", "a", *others, "a", "b"):
         compiler.check_structure(Structure("regex", spec))
-    assert compiled == ["a", "b", "c", "b"]
+    assert compiled == ["a", "b", *others, "b"]
 
 
 def test_threads_that_come_first_together_build_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -30,8 +31,6 @@ from folio.app.models.weights.folder import create_locked
 logger = logging.getLogger(__name__)
 
 _FILE_NAME = "digests.json"
-# The most digests that are stored, the latest ones; a digest that is not stored is computed again.
-_MOST_STORED = 4096
 _SECOND_NS = 10**9
 _SETTLED_NS = 2 * _SECOND_NS
 # Read and hashed at once by each thread; more than a few threads wait for memory or disk.
@@ -48,9 +47,14 @@ class FileDigests:
     Args:
         folder: stores them for other processes, and only this user can write to it; `None`, or a folder that cannot be
             written: they last as long as the process.
+        most_stored: the most digests that are stored, the latest ones; a digest that is not stored is computed again.
+        clock: of the files' times, in nanoseconds.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path | None = None, most_stored: int = 4096, clock: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._most_stored, self._clock = most_stored, clock
         self._path = None if folder is None else folder / _FILE_NAME
         self._lock = threading.Lock()
         self._known: dict[str, tuple[FileState, str]] = {} if self._path is None else _load(self._path)
@@ -73,11 +77,11 @@ class FileDigests:
             os.close(fd)
         if state[1] >= _PIECE_BYTES:
             logger.info("computed the digest of %s, %d bytes, in %.1f s", name, state[1], time.monotonic() - start)
-        if time.time_ns() - state[3] >= _SETTLED_NS:
+        if self._clock() - state[3] >= _SETTLED_NS:
             with self._lock:
                 self._known[name] = state, digest
                 if self._path is not None and state[3] % _SECOND_NS:
-                    _store(self._path, name, state, digest)
+                    _store(self._path, name, state, digest, self._most_stored)
         return digest
 
 
@@ -111,13 +115,13 @@ def _load(path: Path) -> dict[str, tuple[FileState, str]]:
     return known
 
 
-def _store(path: Path, name: str, state: FileState, digest: str) -> None:
+def _store(path: Path, name: str, state: FileState, digest: str, most: int) -> None:
     """Add a digest to the stored ones, by replacing their file. Two processes may do so at the same time: then one
     digest is lost, and computed again."""
     stored = _load(path)
     stored.pop(name, None)
     stored[name] = state, digest
-    newest = list(stored.items())[-_MOST_STORED:]
+    newest = list(stored.items())[-most:]
     content = json.dumps({name: [*state, digest] for name, (state, digest) in newest})
     try:
         unfinished, fd = create_locked(path.parent)

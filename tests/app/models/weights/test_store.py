@@ -116,22 +116,6 @@ def test_a_wrong_file_is_made_again(
     arena.close()
 
 
-def test_contents_are_checked_once_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved(WeightStore(tmp_path))[1].close()
-    checked: list[int] = []
-    check = weight_file.check_contents
-    monkeypatch.setattr(
-        "folio.app.models.weights.store.check_contents", lambda *args: checked.append(1) or check(*args)
-    )
-    store = WeightStore(tmp_path)
-    for _ in range(2):
-        arena = moved(store)[1]
-        arena.unmap()
-        arena.map()
-        arena.close()
-    assert checked == [1]
-
-
 @pytest.mark.parametrize(
     ("change", "is_lost"),
     [

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from folio.app.shelf.shelf import Shelf
 from folio.app.shelf.shelved_model import ShelvedModel
 from folio.vmem import IntegrityError, MapError, OutOfPages
 from folio.vmem.backends.host import HostBackend
-from tests.app.shelf.shelves import control_of
+from tests.app.shelf.shelves import arenas_of, device_of, members_of
 
 _MOVE = "folio-move-"  # name of the thread that loads or wakes a model, before the model's name
 
@@ -190,15 +189,15 @@ def damage_a_file(shelf: Shelf, dice: random.Random) -> str | None:
 
     Returns: what was done; `None` if all files are, or may be, in use.
     """
-    control_ = control_of(shelf)
-    if control_._moves:
+    if (members := members_of(shelf)) is None:
         return None
     mapped = set()
-    for member in control_._thread._members:
-        for arena in member.engine.footprint._arenas:
+    for member in members:
+        for arena in arenas_of(member.engine):
             if arena.is_mapped:
-                mapped.add(os.fstat(arena._source._contents.fd).st_ino)
-    folder: Path = control_._device.shared.weights._folder
+                source: Any = arena._source
+                mapped.add(os.fstat(source._contents.fd).st_ino)
+    folder = device_of(shelf).shared.weights._folder
     paths = [path for path in sorted(folder.glob("*.weights")) if path.stat().st_ino not in mapped]
     if not paths:
         return None

@@ -21,7 +21,7 @@ from tests.app.shelf.shelves import MODELS, Outputs, TinyModels, outputs_of
 from tests.conftest import tokens
 
 NAMES = tuple(MODELS)
-RETRY_S = 0.05  # of the shelf, after a failure
+RETRY_S = 0.1  # of the shelf, after a failure; see conftest.py
 IDLE_S = 0.1  # with it, models sleep
 LOADED = "loaded"  # name of the adapter that is loaded at run time, with the files of one of these
 ADAPTERS = ("red", "blue")

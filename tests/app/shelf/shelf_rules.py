@@ -21,6 +21,7 @@ from folio.app.errors import RequestError, UnavailableError, UnknownPinError
 from folio.app.shelf.shelf import Shelf
 from folio.app.shelf.shelved_model import ShelvedModel
 from folio.vmem import OutOfPages
+from tests.app.shelf import shelves
 from tests.app.shelf.shelf_faults import Faults, damage_a_file
 from tests.app.shelf.shelf_requests import (
     ADAPTERS,
@@ -66,7 +67,7 @@ class Play:
         self.in_flight: list[Sent] = []
         self.pins: set[tuple[ShelvedModel, str]] = set()
         self.ids = map(str, itertools.count())
-        self.pages = control_of(shelf)._device.shared.pages
+        self.pages = shelves.device_of(shelf).shared.pages
         self.sizes = (least_bytes, self.pages.capacity_bytes)
         self.foreign_bytes = 0
 
@@ -244,7 +245,7 @@ class Play:
         def resize() -> None:
             self.pages.trim()
             with self.pages._lock:
-                used_bytes = self.pages._used_bytes + self.pages._idle_bytes + self.pages._charged_bytes
+                used_bytes = self.pages.used_bytes + self.pages.idle_bytes + self.pages.charged_bytes
                 self.pages.capacity_bytes = max(target, used_bytes)
             control_of(self.shelf).note_change()
 
@@ -336,20 +337,19 @@ class Play:
 
     def check_sums(self) -> None:
         """Bytes of the device are those of the models and the workspace, in the step thread."""
-        control_, pages = control_of(self.shelf), self.pages
+        pages, members = self.pages, shelves.members_of(self.shelf)
         models = [self.shelf.model(name) for name in self.shelf.names]
         engines = [model.engine.driver.engine for model in models if model.engine is not None]
-        members: list[Any] = control_._thread._members
-        if control_._moves or any(m.closed.done() for m in members) or set(engines) != {m.engine for m in members}:
+        if members is None or any(m.closed.done() for m in members) or set(engines) != {m.engine for m in members}:
             return  # another thread maps, or an engine that has failed is closed next
         weight_bytes = sum(engine.footprint.weight_bytes for engine in engines if not engine.asleep)
         weight_bytes += sum(engine.adapter_bytes for engine in engines)
-        workspace_bytes = control_._device._workspace_bytes
+        workspace_bytes = shelves.device_of(self.shelf)._workspace_bytes
         assert pages.charged_bytes == weight_bytes + workspace_bytes + self.foreign_bytes
         mapped = mappings()
         for engine in engines:
-            for arena in engine.footprint._arenas:
-                assert (arena._range.reserved.address in mapped) != engine.asleep
+            for arena in shelves.arenas_of(engine):
+                assert (arena.contents.data_ptr() in mapped) != engine.asleep
         with ExitStack() as still:  # mappers create and destroy pages meanwhile, which they count in these locks
             memories = [memory for engine in engines for memory in engine.footprint._memories]
             for memory in memories:

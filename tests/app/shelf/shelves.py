@@ -16,6 +16,8 @@ import pytest
 from folio.app.config.engine import EngineConfig
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine.async_engine import AsyncEngine
+from folio.app.engine.driver import EngineDriver
+from folio.app.engine.engine import Engine
 from folio.app.engine.memory.kv_plan import estimated_activations
 from folio.app.engine.memory.size import ModelSize
 from folio.app.engine.model.device import resolve
@@ -23,7 +25,9 @@ from folio.app.engine.request.delta import Delta
 from folio.app.engine.request.engine_request import EngineRequest
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import UnavailableError
+from folio.app.models.weights.arena import WeightArena
 from folio.app.shelf.control import Control
+from folio.app.shelf.device import ShelfDevice
 from folio.app.shelf.shelf import Shelf
 from folio.app.shelf.shelved_model import ShelvedModel
 from tests.app.engine.lora.adapters import make_adapter
@@ -210,13 +214,30 @@ def mappings(inode: int | None = None) -> dict[int, str]:
 
 
 def control_of(shelf: Shelf) -> Control:
-    assert shelf._control is not None
-    return shelf._control
+    control = shelf._control
+    assert control is not None
+    return control
+
+
+def device_of(shelf: Shelf) -> ShelfDevice:
+    device = shelf._device
+    assert device is not None
+    return device
+
+
+def members_of(shelf: Shelf) -> list[EngineDriver] | None:
+    """The engines of the step thread; `None` while another thread loads or wakes one."""
+    members: Any = control_of(shelf)._thread._members
+    return None if control_of(shelf)._moves else list(members)
+
+
+def arenas_of(engine: Engine) -> Sequence[WeightArena]:
+    return engine.footprint._arenas
 
 
 async def nothing_left(shelf: Shelf, before: set[threading.Thread]) -> None:
     if shelf.device_status() is not None:
-        pages = control_of(shelf)._device.shared.pages
+        pages = device_of(shelf).shared.pages
         pages.check_integrity()
         assert (pages.used_bytes, pages.idle_bytes, pages.charged_bytes) == (0, 0, 0)
     await until_async(lambda: not _folio_threads(before), 10.0)
@@ -231,13 +252,18 @@ async def in_step_thread(shelf: Shelf, call: Callable[[], Any]) -> Any:
     return await asyncio.wrap_future(control_of(shelf)._thread.call(call))
 
 
+def sleep_now(shelf: Shelf, name: str) -> None:
+    """Put a model to sleep as for another one, in the step thread."""
+    control_of(shelf)._put_to_sleep(shelf.model(name), "another")
+
+
 async def put_to_sleep(shelf: Shelf, name: str) -> bool:
     """Put a model to sleep between two steps, as for another one; whether it was awake."""
 
     def sleep(model: ShelvedModel) -> bool:
         if model.state != "awake" or model.engine is None or model.engine.driver.closed.done():
             return False
-        control_of(shelf)._put_to_sleep(model, "another")
+        sleep_now(shelf, name)
         return True
 
     return bool(await in_step_thread(shelf, partial(sleep, shelf.model(name))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -30,8 +29,10 @@ from folio.app.shelf import shelf as shelf_module
 from folio.vmem import CudaBackend, DevicePages
 from folio.vmem.backends.cuda import CPU
 from folio.vmem.uploads import Uploads
-from tests.app.engine.execution.conftest import replays, without_compiler  # noqa: F401 (fixtures)
-from tests.app.shelf.shelves import TinyModels, control_of, in_step_thread, outputs, put_to_sleep
+from tests.app.engine.conftest import without_compiler  # noqa: F401 (fixture)
+from tests.app.engine.execution.conftest import replays  # noqa: F401 (fixture)
+from tests.app.shelf.shelf_faults import Mount
+from tests.app.shelf.shelves import TinyModels, device_of, in_step_thread, outputs, put_to_sleep, sleep_now
 from tests.conftest import tokens
 from tests.fakes.recorded_graph import RecordedGraph
 from tests.processes import until_async
@@ -66,8 +67,8 @@ def driver(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stan
     def backend(*_: object, pages: DevicePages | None = None, **__: object) -> CudaBackend:
         return CudaBackend(driver=made, tensor_device=CPU, pages=pages)
 
-    monkeypatch.setattr(kv_plan, "select_backend", backend)
-    monkeypatch.setattr(device, "select_backend", backend)
+    for module in (kv_plan, device):
+        monkeypatch.setattr(module, "select_backend", backend)
     monkeypatch.setattr(device, "resolve", lambda _: SimpleNamespace(device="cuda"))
     monkeypatch.setattr(device, "Uploads", partial(Uploads, page_bytes=4 * PAGE, piece_bytes=8 * PAGE))
     yield made
@@ -94,7 +95,7 @@ async def test_models_take_turns_in_memory_for_some_of_them(models: TinyModels, 
             assert dict(zip(NAMES, together, strict=True)) == alone
             await shelf.check_integrity()
         assert sum(status.num_evictions for status in shelf.statuses()) > 0
-        pages = shelf._device.shared.pages  # type: ignore[union-attr]
+        pages = device_of(shelf).shared.pages
         awake = sum(status.device_weight_bytes for status in shelf.statuses())
         assert pages.used_bytes >= awake > 0
         assert driver.host_leftovers[0] > 0, "copies are pinned"
@@ -123,7 +124,7 @@ async def test_graphs_are_charged_and_leave_with_their_model(
     configs = [ModelConfig(name=name, engine=engine) for name, engine in zip(names, engines, strict=True)]
     memory_bytes = models.memory_for("llama", room_bytes=room * KV_BYTES, beside=names)
     async with models.opened(configs, memory_bytes, weights_dir=tmp_path) as shelf:
-        pages = shelf._device.shared.pages  # type: ignore[union-attr]
+        pages = device_of(shelf).shared.pages
         num_late, kinds = [], set[str]()
         for _ in range(3):
             together = await asyncio.gather(*(found(shelf.model(name), name) for name in names))
@@ -223,29 +224,21 @@ async def test_steps_go_on_while_a_checkpoint_is_read(
 ) -> None:
     """Regression: engines are created by the thread of all steps, which read the files, too. If these did not answer,
     no model did."""
-    asked, answers = threading.Event(), threading.Event()
-    real = checkpoint_files._read
-
-    def read(path: Path) -> None:
-        if path.is_relative_to(models.checkpoint("gemma2")):
-            asked.set()
-            assert answers.wait(60)
-        real(path)
+    mount = Mount(monkeypatch, checkpoint_files, "_read", "gemma2")
 
     def on_cuda(config: EngineConfig) -> ResolvedConfig:
         return replace(resolve(config), device="cuda")
 
-    monkeypatch.setattr(checkpoint_files, "_read", read)
     monkeypatch.setattr(async_engine, "resolve", on_cuda)
     alone = {name: [await models.alone(name, *case) for case in cases(name)] for name in NAMES[:2]}
     memory_bytes = models.memory_for("llama", "gemma2", room_bytes=2 * KV_BYTES)
     async with models.opened([models.config(name) for name in NAMES[:2]], memory_bytes) as shelf:
         assert await found(shelf.model("llama"), "llama") == alone["llama"]
         load = asyncio.create_task(found(shelf.model("gemma2"), "gemma2"))
-        await until_async(asked.is_set, 30.0)
+        await until_async(mount.asked.is_set, 30.0)
         async with asyncio.timeout(30):
             assert await found(shelf.model("llama"), "llama") == alone["llama"]
-        answers.set()
+        mount.answers.set()
         assert await load == alone["gemma2"]
         await shelf.check_integrity()
 
@@ -277,8 +270,8 @@ async def test_the_devices_memory_is_told_by_part_and_leaves_with_the_models(
     """While models sleep no page is left but anchors, once idle pages have gone back; and what torch has kept of a load
     beyond a step's workspace is given back."""
     torch_ = FakeTorch(driver)
-    monkeypatch.setattr(device, "TorchMemory", lambda: torch_)
-    monkeypatch.setattr(shelf_module, "TorchMemory", lambda: torch_)
+    for module in (device, shelf_module):
+        monkeypatch.setattr(module, "TorchMemory", lambda: torch_)
     names = ("llama", "gemma2")
     memory_bytes = models.memory_for(*names, room_bytes=2 * KV_BYTES)
     async with models.opened([models.config(name) for name in names], memory_bytes) as shelf:
@@ -288,15 +281,14 @@ async def test_the_devices_memory_is_told_by_part_and_leaves_with_the_models(
         assert torch_.num_emptied == 1, "the second load leaves no more than a workspace"
         footprints = [engine.driver.engine.footprint for engine in shelf.engines().values()]
         anchors = sum(footprint.anchor_bytes for footprint in footprints)
-        shared = shelf._device
-        assert shared is not None
+        shared = device_of(shelf)
         assert shared.uploads is not None
 
         def check(num_awake: int) -> None:
             """In one turn of the thread for all, which wakes models ahead otherwise."""
             for name in names[num_awake:]:
                 if shelf.model(name).state == "awake":
-                    control_of(shelf)._put_to_sleep(shelf.model(name), "another")
+                    sleep_now(shelf, name)
             shared.shared.pages.trim()
             weights = sum(status.device_weight_bytes for status in shelf.statuses())
             kv = sum(footprint.held_bytes for footprint in footprints)
@@ -336,7 +328,7 @@ async def test_replicas_of_a_machine_pin_no_more_than_a_share_together(
             for _ in range(2):
                 assert await found(shelf.model("llama"), "llama") == alone
                 await put_to_sleep(shelf, "llama")
-            uploads_ = shelf._device.uploads  # type: ignore[union-attr]
+            uploads_ = device_of(shelf).uploads
             staged = 2 * 8 * PAGE if not num_copied else 0
             assert (uploads_.pinned_bytes > staged) == bool(num_copied)  # type: ignore[union-attr]
         other.give_back(taken)

@@ -36,6 +36,10 @@ class Weights:
             self.ended.set()
 
 
+def is_running() -> bool:
+    return any(thread.name == "folio-read-ahead" for thread in threading.enumerate())
+
+
 @pytest.fixture
 def room() -> list[int]:
     return [1000]
@@ -46,7 +50,7 @@ def reads(room: list[int]) -> Iterator[ReadAhead]:
     reads = ReadAhead(lambda num_bytes: num_bytes <= room[0])
     yield reads
     reads.close()
-    assert not reads._thread.is_alive()
+    assert not is_running()
 
 
 def test_the_first_models_are_read_once_each(reads: ReadAhead) -> None:
@@ -94,7 +98,7 @@ def test_close_in_the_middle() -> None:
     reads.want({"endless": endless}, beside_steps=True)
     until(lambda: endless.num_read > 0, 10)
     reads.close()
-    assert not reads._thread.is_alive()
+    assert not is_running()
     assert endless.ended.is_set()
 
 

@@ -35,11 +35,13 @@ from tests.app.shelf.shelves import (
     TinyModels,
     asleep,
     control_of,
+    device_of,
     in_step_thread,
     outputs,
     outputs_of,
     put_to_sleep,
     served,
+    sleep_now,
     stream_of,
 )
 from tests.conftest import tokens
@@ -158,7 +160,7 @@ async def test_an_added_model_has_its_swap_space(models: TinyModels) -> None:
     async with models.shelf() as shelf:
         for swap_bytes, most_bytes in ((1 << 20, 1 << 20), (1 << 21, 1 << 21), (1 << 19, 1 << 21)):
             shelf.add(ModelConfig(name=f"{swap_bytes}", engine=models.engine("llama", swap_bytes=swap_bytes)))
-            assert control_of(shelf)._device.shared.pages.swap_space.most_bytes == most_bytes
+            assert device_of(shelf).shared.pages.swap_space.most_bytes == most_bytes
 
 
 async def test_requests_of_two_event_loops(models: TinyModels) -> None:
@@ -188,7 +190,7 @@ async def test_models_share_the_swap_space(models: TinyModels) -> None:
     alone = {name: await models.alone(name, prompt, LONG) for name in names}
     configs = [ModelConfig(name=name, engine=models.engine(name, preemption="swap")) for name in names]
     async with models.shelf(*configs, memory_of=names, room_bytes=3 * KV_BYTES) as shelf:
-        space = control_of(shelf)._device.shared.pages.swap_space
+        space = device_of(shelf).shared.pages.swap_space
         assert space.most_bytes == SWAP_BYTES
         memories = [(await shelf.model(name).ready()).driver.engine.memory for name in names]
 
@@ -196,7 +198,7 @@ async def test_models_share_the_swap_space(models: TinyModels) -> None:
             owned = [memory.swapping.num_bytes(list(memory.tables.sequences)) for memory in memories]
             space.most_bytes = sum(owned) * 2 // 3
             for name in names:
-                control_of(shelf)._put_to_sleep(shelf.model(name), "another")
+                sleep_now(shelf, name)
 
         streams = {name: stream_of(shelf.model(name), prompt, LONG) for name in names}
         firsts = await asyncio.gather(*map(anext, streams.values()))

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from tests.app.shelf.shelves import (
     LONG,
     TinyModels,
     control_of,
+    device_of,
     in_step_thread,
     outputs,
     outputs_of,
@@ -60,15 +60,15 @@ async def test_adapters_are_given_back_while_their_model_sleeps(models: TinyMode
         streams = {name: stream_of(model, [1, 2], LONGER, adapter=name) for name in alone}
         got = {name: outputs_of(await anext(stream))[0] for name, stream in streams.items()}
         taken = engine.adapters.num_bytes
-        layers = engine.model.adapters
+        targets = engine.model.adapters._targets
         assert (
             taken
             == adapter_bytes(shelf)
-            == sum(num_bytes({linear: update}) for linear in layers._targets for update in linear.updates.values())
+            == sum(num_bytes({linear: update}) for linear in targets for update in linear.updates.values())
         )
         async with sleeping(shelf, "lora"):
             assert adapter_bytes(shelf) == engine.adapters.num_bytes == 0
-            assert not any(linear.updates for linear in layers._targets)
+            assert not any(linear.updates for linear in targets)
             assert await in_step_thread(shelf, lambda: engine.adapters.wanted_bytes) == taken
             await shelf.check_integrity()
         assert await outputs(model, [1, 2], LONGER) == base
@@ -102,7 +102,7 @@ async def test_an_adapter_that_does_not_fit_makes_room_first(
         for config in configs:
             await outputs(shelf.model(config.name), [1, 2], GREEDY)
         large, charged = KV_BYTES // 2 + models.weight_bytes("llama"), []
-        pages = control_of(shelf)._device.shared.pages
+        pages = device_of(shelf).shared.pages
 
         def check() -> None:
             charged.append(adapter_bytes(shelf))
@@ -173,29 +173,24 @@ async def test_unused_adapters_give_way_to_a_long_request(models: TinyModels, mo
 
 
 @pytest.mark.parametrize("fails", ["size", "read"])
-async def test_an_adapter_that_is_lost_while_its_model_sleeps(
-    models: TinyModels, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+async def test_an_adapter_that_is_lost_while_its_model_sleeps(models: TinyModels, fails: str) -> None:
     """Its requests end with the reason, and the others go on."""
     alone = await models.alone("lora", [1, 2], LONGER, adapter="blue")
     async with models.shelf("lora", memory_of=["lora"]) as shelf:
         model = shelf.model("lora")
         streams = {name: stream_of(model, [1, 2], LONGER, adapter=name) for name in ("red", "blue")}
         got = {name: outputs_of(await anext(stream))[0] for name, stream in streams.items()}
-        real = RankAdapters._find
-
-        def find(self: RankAdapters, source: AdapterSource) -> tuple[Path, tuple[int, ...]]:
-            if source.name == "red":
-                raise ModelError("adapter 'red': its file is missing")
-            return real(self, source)
-
+        file = models.adapter("lora", "red") / "adapter_model.safetensors"
         async with sleeping(shelf, "lora"):
-            monkeypatch.setattr(RankAdapters, "_find", find)
+            file.rename(file.with_name("lost"))
             if fails == "size":
                 (await engine_of(shelf, "lora")).adapters._sizing.clear()
-        with pytest.raises(ModelError, match="its file is missing"):
-            async for _ in streams["red"]:
-                pass
+        try:
+            with pytest.raises(ModelError, match="is missing"):
+                async for _ in streams["red"]:
+                    pass
+        finally:
+            file.with_name("lost").rename(file)
         async for deltas in streams["blue"]:
             got["blue"] += outputs_of(deltas)[0]
         assert [got["blue"]] == alone

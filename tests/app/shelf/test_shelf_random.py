@@ -23,13 +23,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.app.shelf.shelves import device_of
+
 pytest.importorskip("hypothesis")
 
 from folio.app.shelf import control, shelved_model, turns
 from tests.app.shelf.shelf_faults import Faults
 from tests.app.shelf.shelf_requests import ADAPTERS, CASES, IDLE_S, NAMES, RETRY_S, config_of
 from tests.app.shelf.shelf_rules import Play
-from tests.app.shelf.shelves import TinyModels, control_of, mappings
+from tests.app.shelf.shelves import TinyModels, mappings
 from tests.nightly import examples
 
 SEEDS, RULES = range(examples(8, nightly=400)), 250
@@ -57,7 +59,6 @@ def open_files() -> Counter[str]:
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelved_model, "_FIRST_RETRY_S", RETRY_S)
     monkeypatch.setattr(shelved_model, "_LONGEST_RETRY_S", RETRY_S)
     monkeypatch.setattr(turns, "LEAST_TURN_S", 0.05)
     monkeypatch.setattr(control, "_LEAST_AWAKE_S", IDLE_S)
@@ -101,7 +102,7 @@ async def test_rules_in_any_order(
     host_bytes = dice.choice([0, models.weight_bytes(names[1]), 1 << 30])
     memory_bytes = max(least_bytes, most_bytes)
     async with models.opened(configs, memory_bytes, None, host_memory_bytes=host_bytes, weights_dir=folder) as shelf:
-        store = control_of(shelf)._device.shared.weights
+        store = device_of(shelf).shared.weights
         store._write = faults.write
         play = Play(models, shelf, dice, faults, least_bytes=least_bytes, always=always)
         try:

@@ -14,7 +14,7 @@ from folio.app.engine.request.pooled import PoolingParams
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import ContextLengthError, DeadlineError, RequestError, UnavailableError, UnknownModelError
 from folio.app.models.weights.store import StoredWeights
-from folio.app.shelf import control, shelved_model
+from folio.app.shelf import control
 from folio.app.shelf.shelf import Shelf
 from folio.app.shelf.shelved_model import ShelvedModel
 from tests.app.shelf.shelf_faults import Mount
@@ -143,7 +143,7 @@ async def the_model_is_removed(stage: Stage) -> None:
     stage.shelf.add(replace(stage.shelf.model("qwen3").config, name="mine"))
     await stage.check_unavailable()
     await removal
-    for after_s in (0, 2 * shelved_model._FIRST_RETRY_S):
+    for after_s in (0, 0.2):
         await asyncio.sleep(after_s)
         for request in (outputs(stage.model, [1, 2], LONG), stage.model.ready()):
             with pytest.raises(UnavailableError, match="removed"):

@@ -20,10 +20,9 @@ ENGINE = cast(AsyncEngine, object())
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> ShelvedModel:
-    monkeypatch.setattr(shelved_model, "_FIRST_RETRY_S", 0.0)
+def model() -> ShelvedModel:
     model = ShelvedModel(ModelConfig(name="m", engine=EngineConfig(model="m")), lambda: None)
-    model.set_failed(UnavailableError("its load hangs"))
+    model.set_failed(UnavailableError("its load hangs"), 0.0)
     return model
 
 
@@ -50,7 +49,7 @@ async def test_a_failed_model_is_loaded_again_for_requests_only(model: ShelvedMo
     await until_async(lambda: model.is_wanted)
     model.try_again()
     assert model.state == "new"
-    model.set_failed(UnavailableError("no memory"))
+    model.set_failed(UnavailableError("no memory"), 0.0)
     model.try_again()
     assert (model.state, model.num_pending) == ("failed", 0)
     with pytest.raises(UnavailableError, match="no memory"):

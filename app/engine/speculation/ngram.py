@@ -12,7 +12,9 @@ would be a rejected draft token, which costs little.
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,8 @@ class NgramIndex:
     most: int
     pieces: list[_Piece] = field(default_factory=list)
     recent: dict[int, int] = field(default_factory=dict)
+    piece_tokens: int = PIECE_TOKENS
+    recent_tokens: int = RECENT_TOKENS
     _end: int = 0  # n-grams followed by tokens before it are indexed
 
     @property
@@ -73,9 +77,9 @@ class NgramIndex:
         """Index added text, sorting at most `budget` tokens; the remainder waits for the next call. Returns the number
         of sorted tokens."""
         num_sorted = 0
-        while len(token_ids) - self._sealed >= RECENT_TOKENS:
-            start, end = self._sealed, min(self._sealed + PIECE_TOKENS, len(token_ids))
-            grows = bool(self.pieces) and end - self.pieces[-1].start <= PIECE_TOKENS
+        while len(token_ids) - self._sealed >= self.recent_tokens:
+            start, end = self._sealed, min(self._sealed + self.piece_tokens, len(token_ids))
+            grows = bool(self.pieces) and end - self.pieces[-1].start <= self.piece_tokens
             if grows:  # extend a short piece, to limit the number of pieces
                 start = self.pieces[-1].start
             if num_sorted + end - start > budget:
@@ -86,7 +90,7 @@ class NgramIndex:
             self.pieces.append(_sort(token_ids, start, end, self.least, self.most))
             self.recent.clear()
             self._end = end
-        if len(token_ids) - self._end <= RECENT_TOKENS:  # else the remainder waits to be sorted
+        if len(token_ids) - self._end <= self.recent_tokens:  # else the remainder waits to be sorted
             for follows in range(self._end, len(token_ids)):
                 key = 0
                 for n in range(1, min(self.most, follows) + 1):
@@ -138,9 +142,11 @@ class NgramProposer:
     memory = graphs = None
     models = ()
 
-    def __init__(self, *, min_ngram: int = 2, max_ngram: int = 4) -> None:
+    def __init__(
+        self, *, min_ngram: int = 2, max_ngram: int = 4, new_index: Callable[[int, int], NgramIndex] = NgramIndex
+    ) -> None:
         assert 1 <= min_ngram <= max_ngram
-        self._least, self._most = min_ngram, max_ngram
+        self._new_index = partial(new_index, min_ngram, max_ngram)
         self._indexes: dict[Sequence, NgramIndex] = {}
 
     def open(self, max_model_len: int, plan: DevicePlan | None = None, pages: DevicePages | None = None) -> None:
@@ -158,7 +164,7 @@ class NgramProposer:
                 drafts.append([])
                 continue
             with attribute_failures(sequence):
-                index = self._indexes.setdefault(sequence, NgramIndex(self._least, self._most))
+                index = self._indexes.setdefault(sequence, self._new_index())
                 budget -= index.extend(sequence.token_ids, budget)
                 drafts.append(_continue(sequence.token_ids, index.find(sequence.token_ids), count))
         return drafts

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections import abc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -223,18 +224,18 @@ def test_a_failed_step_is_recovered(make_drafting: MakeDrafting, monkeypatch: py
     sequences = [make_sequence(tokens(n, n)) for n in (20, 30)]
     drafting.propose(sequences, [3, 3])
 
-    for fails in ("run", "ensure"):
+    proposer = drafting.proposer
+    for holder, name, error in (
+        (proposer, "run", RuntimeError("out of memory")),
+        (proposer.memory, "ensure", MapError("mmap failed")),
+    ):
         for sequence in sequences:
             generate(sequence, 9)
         with monkeypatch.context() as patch:
-            if fails == "run":
-                patch.setattr(drafting.proposer, "run", raising(RuntimeError("out of memory")))
-                with pytest.raises(RuntimeError):
-                    drafting.propose(sequences, [3, 3])
-            else:
-                patch.setattr(drafting.proposer.memory, "ensure", raising(MapError("mmap failed")))
+            patch.setattr(holder, name, raising(error))
+            with pytest.raises(RuntimeError) if name == "run" else nullcontext():
                 assert drafting.propose(sequences, [3, 3]) == [[], []]
-        drafting.proposer.check_integrity()
+        proposer.check_integrity()
         for sequence, guessed in zip(sequences, drafting.propose(sequences, [3, 3]), strict=True):
             drafting.check(sequence, guessed, 3)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from functools import partial
+
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,19 +35,13 @@ def searched(token_ids: list[int], least: int, most: int, count: int) -> list[in
 )
 def test_drafts_equal_those_of_a_search(added: list[list[int]], least: int, more: int, count: int) -> None:
     """The text grows by one token or many; pieces are short, so that there are several."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(ngram, "PIECE_TOKENS", 16)
-    patch.setattr(ngram, "RECENT_TOKENS", 6)
-    sequence = make_sequence([])
-    proposer = NgramProposer(min_ngram=least, max_ngram=least + more)
-    try:
-        for token_ids in added:
-            sequence.token_ids += token_ids
-            [guesses] = proposer.propose([sequence], [count])
-            proposer.check_integrity()
-            assert guesses == searched(sequence.token_ids, least, least + more, count)
-    finally:
-        patch.undo()
+    sequence, short = make_sequence([]), partial(NgramIndex, piece_tokens=16, recent_tokens=6)
+    proposer = NgramProposer(min_ngram=least, max_ngram=least + more, new_index=short)
+    for token_ids in added:
+        sequence.token_ids += token_ids
+        [guesses] = proposer.propose([sequence], [count])
+        proposer.check_integrity()
+        assert guesses == searched(sequence.token_ids, least, least + more, count)
 
 
 def test_requests_do_not_see_each_other() -> None:
@@ -57,21 +53,20 @@ def test_requests_do_not_see_each_other() -> None:
     assert proposer.propose([one, other], [2, 3]) == [[], [7, 1, 2]]
 
 
-def test_a_long_prompt_is_indexed_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_indexed_in_several_steps() -> None:
     """No step sorts more than `STEP_TOKENS`, which would delay all requests."""
     sizes: list[int] = []
     indexes: set[NgramIndex] = set()
-    extend = NgramIndex.extend
 
-    def note(index: NgramIndex, token_ids: list[int], budget: int) -> int:
-        sizes.append(extend(index, token_ids, budget))
-        indexes.add(index)
-        return sizes[-1]
+    class Noted(NgramIndex):
+        def extend(self, token_ids: list[int], budget: int) -> int:
+            sizes.append(super().extend(token_ids, budget))
+            indexes.add(self)
+            return sizes[-1]
 
-    monkeypatch.setattr(NgramIndex, "extend", note)
     text = np.random.default_rng(0).integers(0, 1 << 17, 50_000).tolist()
     sequences = [make_sequence(text + text[n : n + 5]) for n in (100, 200)]
-    proposer = NgramProposer()
+    proposer = NgramProposer(new_index=Noted)
     right = [text[105:108], text[205:208]]
     for _ in range(8):
         sizes.clear()
@@ -94,14 +89,18 @@ def test_a_generated_text_makes_few_pieces() -> None:
     assert len(index.recent) <= 3 * ngram.RECENT_TOKENS
 
 
-def test_a_forgotten_request_can_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a new index."""
-    made: list[NgramIndex] = []
-    monkeypatch.setattr(ngram, "NgramIndex", lambda *args: made.append(NgramIndex(*args)) or made[-1])
+def num_indexes() -> int:
+    return sum(isinstance(found, NgramIndex) for found in gc.get_objects())
+
+
+def test_a_forgotten_request_can_come_back() -> None:
+    """Its index is gone meanwhile."""
+    before = num_indexes()
     proposer, sequence = NgramProposer(), make_sequence([1, 2, 3, 1, 2])
     assert proposer.propose([sequence], [1]) == [[3]]
+    assert num_indexes() == before + 1
     proposer.forget_sequence(sequence)
     proposer.forget_sequence(sequence)
+    assert num_indexes() == before
     assert proposer.propose([sequence], [1]) == [[3]]
     assert proposer.propose([sequence], [0]) == [[]]
-    assert len(made) == 2

@@ -12,7 +12,6 @@ import pytest
 from folio.app.engine.engine import Engine
 from folio.app.engine.report import StepTimes
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.engine.speculation import length
 from folio.app.engine.speculation.draft import DraftProposer
 from folio.app.engine.speculation.speculation import SpeculationCounts
 from folio.app.errors import ConfigError, EngineError
@@ -27,11 +26,9 @@ FEW = SamplingParams(max_tokens=40, seed=8, ignore_eos=True, logit_bias={10: 80.
 
 
 @pytest.fixture(autouse=True)
-def longest_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def longest_drafts(expect_steps: Callable[..., None]) -> None:
     """As if steps were so slow that the longest drafts pay, whatever their acceptance."""
-    times = {"step": StepTimes(fixed_s=10.0), "draft": StepTimes()}
-    choose = length.choose_lengths
-    monkeypatch.setattr(length, "choose_lengths", lambda *args, **kwargs: choose(*args, **(kwargs | times)))
+    expect_steps(StepTimes(fixed_s=1e6))
 
 
 PROMPTS = [tokens(20), tokens(12, 1) * 4, tokens(90, 2), tokens(3, 3) * 9, tokens(31, 4)]

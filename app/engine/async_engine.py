@@ -57,6 +57,7 @@ class AsyncEngine:
             creates the engine. `None`: the engine starts its own thread.
         device: see `Engine`; given together with `thread`.
         most_s: longest time for which the start may hold up the `thread`.
+        new_engine: makes the engine, from the arguments of `Engine`.
 
     Attributes:
         driver: runs the engine in its thread.
@@ -75,6 +76,7 @@ class AsyncEngine:
         thread: StepThread | None = None,
         device: SharedDevice | None = None,
         most_s: float = 0.0,
+        new_engine: Callable[..., Engine] = Engine,
     ) -> None:
         self._ids = itertools.count()
         self._progress: dict[str, Progress] = {}
@@ -82,7 +84,7 @@ class AsyncEngine:
 
         def start(on_thread: StepThread) -> EngineDriver:
             try:
-                engine = Engine(config, launch, admit, loaded, device)
+                engine = new_engine(config, launch, admit, loaded, device)
                 try:
                     get_ready(engine, prefixes_of_others)
                 except BaseException:

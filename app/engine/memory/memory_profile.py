@@ -162,7 +162,9 @@ class DevicePlan:
         return f"of {self.total_bytes / 2**30:.2f} GiB{ours}: {shown}"
 
 
-def plan_device(config: ResolvedConfig, executor: Executor) -> DevicePlan | None:
+def plan_device(
+    config: ResolvedConfig, executor: Executor, new_memory: Callable[[], DeviceMemory] = TorchMemory
+) -> DevicePlan | None:
     """Plan the memory of a CUDA device; `None` on a CPU.
 
     Raises:
@@ -178,7 +180,7 @@ def plan_device(config: ResolvedConfig, executor: Executor) -> DevicePlan | None
         sample(logits, [SamplingState(params, [0]) for _ in range(num_seqs)])
 
     num_captured = (1 + (config.draft_model is not None)) * executor.captures
-    return measure(config, TorchMemory(), run_largest, num_captured * GRAPH_BYTES)
+    return measure(config, new_memory(), run_largest, num_captured * GRAPH_BYTES)
 
 
 def measure(

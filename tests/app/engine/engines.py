@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from folio.app.config.engine import EngineConfig
+from folio.app.engine.async_engine import AsyncEngine
 from folio.app.engine.engine import Engine
 from folio.app.engine.ranks.processes import Launch, spawn_ranks
+from folio.app.engine.report import StepTimes
 from folio.app.engine.request.delta import Delta
 from folio.app.engine.sampling.params import SamplingParams
 from tests.conftest import ARCHITECTURES, HYBRIDS, SMALL, VOCAB_SIZE, MakeCheckpoint
@@ -19,6 +22,7 @@ TINY = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers":
 BLOCK_BYTES = 16 * 768  # of 16 tokens of ARCHITECTURES["llama"]
 MOST_STEPS = 3000
 MakeEngine = Callable[..., Engine]
+ExpectSteps = Callable[[StepTimes], None]
 
 
 def folder_of(make_checkpoint: MakeCheckpoint, name: str) -> Path:
@@ -78,6 +82,51 @@ def outputs(engine: Engine) -> dict[tuple[str, int], list[int]]:
     for delta in steps(engine):
         found.setdefault((delta.request_id, delta.index), []).extend(tokens_of([delta]))
     return found
+
+
+class Replaced(Engine):
+    """In place of some methods there may be a test's: `instead`, by their names."""
+
+    def __init__(self, *args: Any) -> None:
+        self.instead: dict[str, Callable[..., Any]] = {}
+        super().__init__(*args)
+
+    def step(self) -> list[Delta]:
+        deltas: list[Delta] = self.instead.get("step", super().step)()
+        return deltas
+
+    def add_request(self, *args: Any, **options: Any) -> None:
+        self.instead.get("add_request", super().add_request)(*args, **options)
+
+    def check_integrity(self) -> None:
+        self.instead.get("check_integrity", super().check_integrity)()
+
+
+def stall_after(engine: AsyncEngine, seconds: float) -> None:
+    """Take an engine with a step that is longer for stalled, however long others were."""
+    engine.driver._stalled_s, engine.driver._longest_s = seconds, 0.0
+
+
+@contextmanager
+def broken_layer(engine: Engine, error: BaseException) -> Iterator[None]:
+    """Within the context the model's last layer fails."""
+    module: Any = engine.model.module
+    hook = module.model.layers[-1].register_forward_pre_hook(raising(error))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def note_sizes(engine: Engine) -> list[int]:
+    """Numbers of tokens that the model computes from now on, one for each call."""
+    sizes: list[int] = []
+
+    def note(_: torch.nn.Module, args: object, named: dict[str, torch.Tensor]) -> None:
+        sizes.append(named["input_ids"].shape[-1])
+
+    engine.model.module.register_forward_pre_hook(note, with_kwargs=True)
+    return sizes
 
 
 def raising(error: BaseException) -> Callable[..., NoReturn]:

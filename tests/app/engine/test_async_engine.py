@@ -7,16 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine import AsyncEngine, Delta, SamplingParams, async_engine
+from folio.app.engine import AsyncEngine, Delta, SamplingParams
 from folio.app.engine.request.faults import device_fault
 from folio.app.errors import EngineError, RequestError, UnavailableError
 from folio.vmem import IntegrityError, MapError
-from tests.app.engine.engines import greedy, raising
+from tests.app.engine.engines import Replaced, greedy, raising, stall_after
 
 GREEDY, LONG = greedy(30), greedy(900)
 DEADLINE_S = 60
@@ -24,11 +25,16 @@ DEADLINE_S = 60
 
 @pytest.fixture
 def engine(llama: Path) -> Iterator[AsyncEngine]:
-    engine = AsyncEngine(
-        EngineConfig(model=str(llama), kv_memory_bytes=16 << 20, max_num_seqs=8, skip_tokenizer_init=True)
-    )
+    config = EngineConfig(model=str(llama), kv_memory_bytes=16 << 20, max_num_seqs=8, skip_tokenizer_init=True)
+    engine = AsyncEngine(config, new_engine=Replaced)
     yield engine
     engine.close()  # raises if anything is still owned
+
+
+def instead_of(engine: AsyncEngine) -> dict[str, Callable[..., Any]]:
+    replaced = engine.driver.engine
+    assert isinstance(replaced, Replaced)
+    return replaced.instead
 
 
 async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams = GREEDY) -> list[int]:
@@ -91,7 +97,7 @@ async def test_a_refusing_device_fails_its_requests_and_no_others(
 ) -> None:
     """While a step is mapped, or while a request is admitted: half admitted, it once stopped the engine."""
     with monkeypatch.context() as patch:
-        patch.setattr(engine._engine.memory, call, raising(MapError("injected")))
+        patch.setattr(engine.driver.engine.memory, call, raising(MapError("injected")))
         with pytest.raises(EngineError, match=said):
             await collect(engine, [1, 2])
     assert engine.healthy
@@ -99,11 +105,10 @@ async def test_a_refusing_device_fails_its_requests_and_no_others(
     assert engine.report().active_bytes == 0
 
 
-async def test_broken_books_stop_the_engine(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._engine, "step", raising(IntegrityError("injected")))
-        with pytest.raises(EngineError, match="has stopped"):
-            await collect(engine, [1, 2])
+async def test_broken_books_stop_the_engine(engine: AsyncEngine) -> None:
+    instead_of(engine)["step"] = raising(IntegrityError("injected"))
+    with pytest.raises(EngineError, match="has stopped"):
+        await collect(engine, [1, 2])
     assert not engine.healthy
     with pytest.raises(EngineError, match="has stopped"):
         await collect(engine, [1, 2])
@@ -111,7 +116,7 @@ async def test_broken_books_stop_the_engine(engine: AsyncEngine, monkeypatch: py
         engine.report()
 
 
-async def test_books_are_audited_while_requests_run(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_books_are_audited_while_requests_run(engine: AsyncEngine) -> None:
     """Between two steps. When they do not add up the engine stops."""
     task = asyncio.create_task(collect(engine, [1, 2], LONG))
     await asyncio.sleep(0)
@@ -121,11 +126,10 @@ async def test_books_are_audited_while_requests_run(engine: AsyncEngine, monkeyp
     await asyncio.gather(task, return_exceptions=True)
     await until_all_is_free(engine)
     await engine.check_integrity()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._engine, "check_integrity", raising(IntegrityError("injected")))
-        with pytest.raises(IntegrityError, match="injected"):
-            await engine.check_integrity()
-        await until(lambda: not engine.healthy)
+    instead_of(engine)["check_integrity"] = raising(IntegrityError("injected"))
+    with pytest.raises(IntegrityError, match="injected"):
+        await engine.check_integrity()
+    await until(lambda: not engine.healthy)
     with pytest.raises(EngineError, match="has stopped"):
         await engine.check_integrity()
 
@@ -144,23 +148,23 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("error", [OSError("no space left on device"), Panic("index out of bounds")])
 async def test_steps_that_fail_again_and_again_stop_the_engine(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException
+    engine: AsyncEngine, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     """Regression: a replica whose steps all failed was healthy, and its speed at failing drew requests. A panic ended
     the thread."""
 
-    async def fail_twice(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(engine._engine, "step", raising(error))
+    async def fail_twice() -> None:
+        instead_of(engine)["step"] = raising(error)
         for _ in range(2):
             with pytest.raises(EngineError, match="a step failed"):
                 await collect(engine, [1, 2])
 
     for _ in range(2):  # never three in a row
-        with monkeypatch.context() as patch:
-            await fail_twice(patch)
+        await fail_twice()
+        instead_of(engine).clear()
         assert engine.healthy
         assert len(await collect(engine, [1, 2])) == 30
-    await fail_twice(monkeypatch)
+    await fail_twice()
     with pytest.raises(UnavailableError, match="send the request again"):
         await collect(engine, [1, 2])
     await until(lambda: not engine.healthy)
@@ -191,18 +195,11 @@ async def test_a_lost_device_stops_the_engine_at_once(
 ) -> None:
     """Regression: every call of CUDA failed, and the replica failed all requests of three steps, or ten one by one.
     Requests that may be the cause are not sent to another replica; those lost with a broken device are."""
-    fail = raising(RuntimeError(fault or "CUDA error: invalid argument"))
-
-    def synchronize(device: torch.device) -> None:
-        assert device.type == "cuda"
-        if fault is not None:
-            fail()
-
+    error = RuntimeError(fault or "CUDA error: invalid argument")
+    fail = raising(error)
     with monkeypatch.context() as patch:
-        patch.setattr("folio.app.engine.driver.device_fault", lambda _: device_fault(torch.device("cuda")))
-        patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        patch.setattr(torch.cuda, "synchronize", synchronize)
-        patch.setattr(engine._engine.memory if where == "append" else engine._engine, where, fail)
+        patch.setattr("folio.app.engine.driver.device_fault", lambda _: error if fault else None)
+        patch.setattr(engine.driver.engine.memory if where == "append" else engine.driver.engine, where, fail)
         failed = await asyncio.gather(*(collect(engine, [1, 2]) for _ in range(3)), return_exceptions=True)
     assert all(isinstance(error, EngineError) for error in failed)
     begun = failed if where == "step" else failed[:1]  # the other two are not admitted any more
@@ -217,24 +214,25 @@ async def test_a_lost_device_stops_the_engine_at_once(
 
 
 def test_devices_without_a_context_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: pytest.fail("CUDA was called"))
-    assert device_fault(torch.device("cuda")) is None
+    error = RuntimeError(ILLEGAL)
+    monkeypatch.setattr(torch.cuda, "synchronize", raising(error))
+    if not torch.cuda.is_initialized():
+        assert device_fault(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # by another engine
     assert device_fault(torch.device("cpu")) is None
+    assert device_fault(torch.device("cuda")) is error
 
 
-async def test_requests_that_fail_again_and_again_stop_the_engine(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_that_fail_again_and_again_stop_the_engine(engine: AsyncEngine) -> None:
     """Each by itself, and none by its sender's fault: nobody is served any more."""
 
     def fail() -> list[Delta]:
-        [request_id] = engine.driver._streams
-        engine._engine.cancel(request_id)
+        [request_id] = engine.driver.engine.requests
+        engine.driver.engine.cancel(request_id)
         return [Delta(request_id, (), "", error=EngineError("not finite"))]
 
     assert len(await collect(engine, [1, 2])) == 30
-    monkeypatch.setattr(engine._engine, "step", fail)
+    instead_of(engine)["step"] = fail
     for _ in range(10):
         assert engine.healthy
         with pytest.raises(EngineError, match="not finite"):
@@ -242,23 +240,22 @@ async def test_requests_that_fail_again_and_again_stop_the_engine(
     await until(lambda: not engine.healthy)
 
 
-async def test_a_panic_while_a_request_begins_is_its_own(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._engine, "add_request", raising(Panic("unreachable")))
-        with pytest.raises(EngineError, match="cannot begin"):
-            await collect(engine, [1, 2])
+async def test_a_panic_while_a_request_begins_is_its_own(engine: AsyncEngine) -> None:
+    instead_of(engine)["add_request"] = raising(Panic("unreachable"))
+    with pytest.raises(EngineError, match="cannot begin"):
+        await collect(engine, [1, 2])
+    instead_of(engine).clear()
     assert len(await collect(engine, [1, 2])) == 30
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), Panic("unreachable")])
-def test_whatever_ends_a_start_is_told(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_whatever_ends_a_start_is_told(error: BaseException) -> None:
     """Regression: what is no `Exception` ended the thread, and whoever made the engine waited for ever."""
-    monkeypatch.setattr(async_engine, "Engine", raising(error))
     told: list[BaseException] = []
 
     def start() -> None:
         try:
-            AsyncEngine(EngineConfig(model="builtin"))
+            AsyncEngine(EngineConfig(model="builtin"), new_engine=raising(error))
         except BaseException as raised:  # noqa: BLE001 - what it is, is looked at below
             told.append(raised)
 
@@ -270,7 +267,7 @@ def test_whatever_ends_a_start_is_told(monkeypatch: pytest.MonkeyPatch, error: B
     assert told[0].__cause__ is error
 
 
-async def test_an_engine_that_hangs_is_noticed(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_hangs_is_noticed(engine: AsyncEngine) -> None:
     """Regression: with its thread alive in a kernel or behind a lock, it was healthy, and its streams waited."""
     entered, let_go = threading.Event(), threading.Event()
 
@@ -279,14 +276,14 @@ async def test_an_engine_that_hangs_is_noticed(engine: AsyncEngine, monkeypatch:
         assert let_go.wait(DEADLINE_S)
         return []
 
-    monkeypatch.setattr(engine._engine, "step", hang)
+    instead_of(engine)["step"] = hang
     try:
         tasks = [asyncio.create_task(collect(engine, [1, 2]))]
         await asyncio.to_thread(entered.wait, DEADLINE_S)
         tasks.append(asyncio.create_task(collect(engine, [3])))  # it never begins
         await asyncio.sleep(0)
         engine.check()  # a step may take long
-        engine.driver._stalled_s = engine.driver._longest_s = 0.0
+        stall_after(engine, 0.0)
         await until(lambda: not engine.healthy)
         with pytest.raises(UnavailableError):
             engine.check()
@@ -295,17 +292,14 @@ async def test_an_engine_that_hangs_is_noticed(engine: AsyncEngine, monkeypatch:
         engine.close()  # does not wait for the thread
     finally:
         let_go.set()
-    thread = engine._own_thread
-    assert thread is not None
-    thread.close(DEADLINE_S)
-    assert not thread.is_alive, "it stops when it comes back, and closes the engine"
+    await until(engine.driver.closed.done)  # it stops when it comes back
 
 
 async def test_an_engine_without_work_does_not_hang(engine: AsyncEngine) -> None:
     """However long it has had none; and steps that are computed are progress."""
-    engine.driver._stalled_s, engine.driver._longest_s = 30.0, 0.0
+    stall_after(engine, 30.0)
     assert len(await collect(engine, [1, 2], LONG)) == 900
     assert engine.driver._longest_s > 0
     await until(lambda: engine.driver._working_since is None)
-    engine.driver._stalled_s = engine.driver._longest_s = 0.0
+    stall_after(engine, 0.0)
     assert engine.healthy

@@ -60,14 +60,13 @@ def folder(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> P
 def test_samples_share_one_prefill(make_engine: MakeEngine, folder: Path) -> None:
     engine = make_engine(folder)
     engine.submit("n", prompt(70), samples(n=4, seed=5, temperature=20))
-    computed = 0
+    sizes = engines.note_sizes(engine)
     found: dict[int, list[int]] = {}
     while engine.has_work:
         for delta in engine.step():
             found.setdefault(delta.index, []).extend(delta.token_ids)
-        computed += sum(s.num_tokens for s in engine.scheduler._scheduled)
         engine.check_integrity()
-    assert computed == 70 + 4 * (NEW_TOKENS - 1)
+    assert sum(sizes) == 70 + 4 * (NEW_TOKENS - 1)
     assert len({tuple(tokens) for tokens in found.values()}) == 4
     # Every one of them is what its own random numbers give, alone or not.
     for count in (1, 3):
@@ -145,10 +144,9 @@ def test_beams_equal_transformers(
 
 def test_beams_cost_no_prefill_and_share_blocks(engine: Engine) -> None:
     engine.submit("beams", prompt(90), beams(n=4))
-    counts, most_pages = [], 0
+    counts, most_pages = engines.note_sizes(engine), 0
     while engine.has_work:
         engine.step()
-        counts.append(sum(s.num_tokens for s in engine.scheduler._scheduled))
         most_pages = max(most_pages, engine.report().active_bytes)
     assert counts == [64, 26] + [4] * (NEW_TOKENS - 1)
     alone = engine.memory.pages_for(90 + NEW_TOKENS) * engine.memory.groups[0].layout.page_bytes
@@ -328,12 +326,10 @@ def test_a_step_has_few_logits_of_prompts(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_batched_tokens=1024, max_model_len=300)
     for i in range(4):
         engine.submit(str(i), prompt(150, i), samples(1, prompt_logprobs=0))
-    most = 0
-    deltas = []
-    while engine.has_work:
-        deltas += engine.step()
-        most = max(most, sum(s.num_logits for s in engine.scheduler._scheduled))
-    assert most <= 128
+    nums: list[int] = []
+    engine.model.module.register_forward_hook(lambda _, __, out: nums.append(out.logits.shape[1]))
+    deltas = list(steps(engine))
+    assert max(nums) <= 128
     assert [len(d.prompt_logprobs) for d in deltas] == [149] * 4
 
 

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from folio.app.config.machine import Machine
 from folio.app.engine.engine import Engine
-from folio.app.engine.layers.batch import StepBatch
 from folio.app.engine.memory import kv_plan
 from folio.app.engine.sampling import sampler
 from folio.app.engine.sampling.params import SamplingParams
@@ -72,7 +70,7 @@ def test_a_device_smaller_than_the_budget_fails_the_request(
 
 FAILING: dict[str, Callable[[Any], list[tuple[Any, str]]]] = {
     "mapped": lambda engine: [(engine.memory, "ensure")],
-    "computed": lambda engine: [(engine.executor._runner._module, "forward")],
+    "computed": lambda engine: [(engine.model.module, "forward")],
     "sampled": lambda _: [(token_selection, "launch_sampling"), (token_selection, "sample_apart")],
     "sampled together and alone": lambda _: [(token_selection, "launch_sampling"), (sampler, "launch_sampling")],
 }
@@ -202,19 +200,16 @@ def test_a_name_in_use_is_refused(engine: Engine) -> None:
         engine.cancel("x")
 
 
-def test_logits_that_are_no_numbers_fail_their_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_no_numbers_fail_their_request_only(engine: Engine) -> None:
     for name in ("broken", "sound"):
         engine.submit(name, prompts(20)[0], GREEDY)
-    real = engine.executor._runner.run
 
-    def spoil(batch: StepBatch) -> torch.Tensor:
-        logits = real(batch).clone()
-        logits[0, 7] = torch.nan
-        return logits
+    def spoil(_: torch.nn.Module, __: object, out: Any) -> None:
+        out.logits[0, 0, 7] = torch.nan
 
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.executor._runner, "run", spoil)
-        broken, sound = engine.step()
+    hook = engine.model.module.register_forward_hook(spoil)
+    broken, sound = engine.step()
+    hook.remove()
     assert (broken.request_id, broken.token_ids, broken.finished) == ("broken", (), True)
     assert "not finite" in str(broken.error)
     assert sound.error is None
@@ -239,11 +234,10 @@ def test_settings_that_cannot_work(make_engine: MakeEngine, settings: dict[str, 
 
 @pytest.mark.parametrize(("asked", "block_tokens"), [(None, 16), (1 << 30, 64)])
 def test_blocks_are_longer_only_for_a_ceiling_somebody_asked_for(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, asked: int | None, block_tokens: int
+    make_engine: MakeEngine, use_machine: Callable[..., None], asked: int | None, block_tokens: int
 ) -> None:
     """Pages are limited: the default ceiling of a small model on a large machine made blocks of 256 tokens."""
-    machine = dataclasses.replace(Machine.detect(), max_map_count=65_530)
-    monkeypatch.setattr(Machine, "detect", lambda: machine)
+    use_machine(max_map_count=65_530)
     engine = make_engine(kv_memory_bytes=asked)
     [group] = engine.memory.groups
     assert group.layout.block_tokens == block_tokens

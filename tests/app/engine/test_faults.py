@@ -146,8 +146,9 @@ REFUSED, WITHOUT_DRAFTS = "500, before it begins", "its whole answer, without dr
 class Run:
     """One engine, and what belongs to whom in it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *without: str) -> None:
         self.engine = engine
+        self.others = {name: ask for name, ask in OTHERS.items() if name not in without}
         self.victims = {seed: f"victim {i}" for i, seed in enumerate(VICTIM_SEEDS)}
         self.owned: list[tuple[object, str]] = []  # kept alive, so that nothing else gets their places
 
@@ -187,7 +188,7 @@ class Run:
         outputs: Outputs = defaultdict(lambda: defaultdict(tuple))
         errors: dict[str, list[FolioError]] = defaultdict(list)
         ended: set[str] = set()
-        for name, (prompt, asked, options) in OTHERS.items():
+        for name, (prompt, asked, options) in self.others.items():
             engine.submit(name, prompt, asked, **options)
         for number in range(400):
             if number == 1 and victim is not None:  # beside others that run
@@ -297,10 +298,16 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]
     for seed, (_, adapter) in enumerate(adapters.items()):
         make_adapter(adapter, folder, "q_proj|down_proj", seed=seed)
     run = Run(make_engine(folder, speculation="ngram", adapters={name: str(at) for name, at in adapters.items()}))
-    with pytest.MonkeyPatch.context() as patches:  # measured times say otherwise whom it pays for
-        patches.setattr("folio.app.engine.speculation.length.choose_lengths", lambda _, most, *__, **___: list(most))
-        yield run
+    yield run
     run.engine.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def longest_drafts() -> Iterator[None]:
+    """Measured times say otherwise whom drafts pay for."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("folio.app.engine.speculation.length.choose_lengths", lambda _, most, *__, **___: list(most))
+        yield
 
 
 def make_engine(folder: Path, **settings: Any) -> Engine:
@@ -458,9 +465,7 @@ def test_a_failing_call_ends_its_request_only(
 ) -> None:
     """Anything but two reasons of a parser failed the step, and with that everybody."""
     unharmed = whole(case.victim) if case.expected == WITHOUT_DRAFTS else {}
-    if "mine" in (slots := run.engine.adapters.slots):
-        slots |= {name: slots.pop(name) for name in list(slots) if name != "mine"}  # used more recently
-        run.engine.adapters._evict()
+    run.engine.adapters.unload_unused()
     injection = Injection(run, case)
     with monkeypatch.context() as patches:
         patch(patches, case.target, injection.note)
@@ -544,12 +549,9 @@ def test_a_draft_model_that_fails_for_one_guesses_for_the_others(
     target: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It failed the step, or left what it had promised to others."""
-    run = Run(make_engine(folder, speculation="draft", draft_model=str(folder)))
+    run = Run(make_engine(folder, speculation="draft", draft_model=str(folder)), "adapter")
     speculation = run.engine.speculation
     assert speculation is not None
-    others = {name: ask for name, ask in OTHERS.items() if name != "adapter"}
-    monkeypatch.setattr(f"{__name__}.OTHERS", others)
-    monkeypatch.setattr("folio.app.engine.speculation.length.choose_lengths", lambda _, most, *__, **___: list(most))
     expected, _ = run("guessed")
     case = Case(f"folio.app.engine.speculation.draft.DraftProposer.{target}", "guessed")
     injection = Injection(run, case)

@@ -8,14 +8,12 @@ requests.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from folio.app.engine.engine import Engine
-from folio.app.engine.memory import kv_plan
-from folio.vmem import CudaBackend
-from folio.vmem.backends.cuda import CPU
 from tests.app.engine.all_kinds import prompt, small_engine, work
 from tests.app.engine.engines import greedy, run, tokens_of
 from tests.conftest import MakeCheckpoint
@@ -59,8 +57,8 @@ def written_rows(engine: Engine, g: int) -> dict[int, int]:
     return rows
 
 
-def poison(engine: Engine) -> int:
-    """Fill what nobody may read; returns how many places that were."""
+def poison(engine: Engine, written: Callable[[Engine, int], dict[int, int]]) -> int:
+    """Fill what nobody may read, beside these rows of a layer group; returns how many places that were."""
     memory, count = engine.memory, 0
     with memory.mapper.call():
         memory.mapper.wait_until_idle()
@@ -69,7 +67,7 @@ def poison(engine: Engine) -> int:
     with memory.lock:
         memory.mapper.wait_until_idle()
         for g, group in enumerate(memory.groups):
-            rows = written_rows(engine, g)
+            rows = written(engine, g)
             for block_id in (0, *memory.group_memories[g].at_home):
                 start = rows.get(block_id, 0)
                 if group.is_state:
@@ -87,7 +85,7 @@ def poison(engine: Engine) -> int:
 class Poisoned:
     """An engine whose memory is poisoned before each step, if `on`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, written: Callable[[Engine, int], dict[int, int]] = written_rows) -> None:
         self.engine = engine
         self.on = False
         self.num_places = 0
@@ -95,24 +93,19 @@ class Poisoned:
 
         def poison_and_launch(*args: Any) -> Any:
             if self.on:
-                self.num_places += poison(engine)
+                self.num_places += poison(engine, written)
             return launch(*args)
 
         engine.executor.launch = poison_and_launch  # type: ignore[method-assign]
 
 
-def fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = StandInDriver(16 << 20)
-    monkeypatch.setattr(kv_plan, "select_backend", lambda *_, **__: CudaBackend(driver=driver, tensor_device=CPU))
-
-
 @pytest.mark.thirds
 @pytest.mark.parametrize(("model", "view", "backend"), CASES)
 def test_only_what_was_written_is_read(
-    model: str, view: str, backend: str, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+    model: str, view: str, backend: str, make_checkpoint: MakeCheckpoint, use_driver: Callable[[StandInDriver], None]
 ) -> None:
     if backend == "cuda":
-        fake_device(monkeypatch)
+        use_driver(StandInDriver(16 << 20))
     poisoned = Poisoned(small_engine(make_checkpoint, model, view))
     for way in ("swap", "recompute"):
         poisoned.on = False
@@ -126,15 +119,10 @@ def test_only_what_was_written_is_read(
 
 
 @pytest.mark.parametrize("model", ["llama", "bamba"])
-def test_the_poison_is_noticed(model: str, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_poison_is_noticed(model: str, make_checkpoint: MakeCheckpoint) -> None:
     """What one sequence has written counts as not written: then the test above must fail."""
-    poisoned = Poisoned(small_engine(make_checkpoint, model, "auto"))
+    poisoned = Poisoned(small_engine(make_checkpoint, model, "auto"), lambda *_: {})
     poisoned.on = True
-
-    def nothing(*_: object) -> dict[int, int]:
-        return {}
-
-    monkeypatch.setattr(f"{__name__}.written_rows", nothing)
     with pytest.raises(AssertionError):
         work(poisoned.engine, "swap")
     poisoned.engine.close()

@@ -11,7 +11,7 @@ from folio.app.engine.report import StepTimes
 from folio.app.engine.schedule.mixed_steps import LEAST_CHUNK, STRETCH, MixedSteps
 from folio.app.engine.schedule.preemption import PreemptionCostModel
 from folio.app.engine.schedule.scheduled import Scheduled
-from tests.app.engine.engines import MakeEngine, greedy, run
+from tests.app.engine.engines import ExpectSteps, MakeEngine, greedy, run
 
 # A decode alone takes 10 ms, a token of a prompt 1 ms.
 TIMES = StepTimes(fixed_s=0.009, token_s=0.001)
@@ -30,11 +30,11 @@ PROMPT = [7] * 400
     ],
 )
 def test_a_prompt_beside_a_decode(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, longest_s: float | None, times: StepTimes, most: int
+    make_engine: MakeEngine, expect_steps: ExpectSteps, longest_s: float | None, times: StepTimes, most: int
 ) -> None:
     engine = make_engine("tiny", prefix_cache=False, max_mixed_step_s=longest_s)
     chunks = _chunks(engine)
-    monkeypatch.setattr(PreemptionCostModel, "step_times", times)
+    expect_steps(times)
     engine.submit("alone", PROMPT, greedy(2))
     run(engine)
     assert chunks == [(0, 400), (1, 0)], "nobody waits for it"
@@ -50,10 +50,12 @@ def test_a_prompt_beside_a_decode(
     assert sum(tokens for _, tokens in chunks) == 801, "no token twice"
 
 
-def test_a_machine_that_becomes_busy(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_becomes_busy(
+    make_engine: MakeEngine, expect_steps: ExpectSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine("tiny", prefix_cache=False, max_mixed_step_s=0.25)
     chunks = _chunks(engine)
-    monkeypatch.setattr(PreemptionCostModel, "step_times", TIMES)
+    expect_steps(TIMES)
     engine.submit("decodes", [1], greedy(100))
     engine.step()
     steps, seconds = engine.scheduler.mixed_steps, iter([1.0] * 4 + [0.1] * 8)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from folio.app.engine.engine import Engine
-from folio.app.engine.layers.batch import StepBatch
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import ConfigError, RequestError
-from tests.app.engine.engines import BLOCK_BYTES, MakeEngine, greedy, raising, run, tokens_of
+from tests.app.engine.engines import BLOCK_BYTES, MakeEngine, greedy, note_sizes, raising, run, tokens_of
 from tests.conftest import tokens
 
 GREEDY = greedy(8)
@@ -22,15 +20,8 @@ class Counted:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.steps: list[int] = []
+        self.steps = note_sizes(engine)
         self.cached: dict[str, int] = {}
-        run = engine.executor._runner.run
-
-        def count(batch: StepBatch) -> torch.Tensor:
-            self.steps.append(len(batch.token_ids))
-            return run(batch)
-
-        engine.executor._runner.run = count  # type: ignore[method-assign]
 
     def run(self) -> dict[str, list[int]]:
         found = run(self.engine)

@@ -6,20 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from folio.app.engine.request import prefix_keys as keys
 from folio.app.engine.request.prefix_keys import compiled_hashing, extra_keys, prompt_keys
-from folio.kernels import KernelError
 from folio.vmem import TokenChain, key_of
 
 
 @pytest.fixture(params=["compiled", "unit by unit"])
-def hashing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def fail() -> None:
-        raise KernelError("no C++ compiler")
-
+def hashing(request: pytest.FixtureRequest) -> Iterator[None]:
     compiled_hashing.cache_clear()
     if request.param == "unit by unit":
-        monkeypatch.setattr(keys, "CpuChain", fail)
+        request.getfixturevalue("without_compiler")
     assert (compiled_hashing() is None) == (request.param == "unit by unit")
     yield
     compiled_hashing.cache_clear()
@@ -40,14 +35,8 @@ def test_as_the_prefix_cache(unit_tokens: int) -> None:
     assert prompt_keys(token_ids[: unit_tokens - 1], unit_tokens, None) == []
 
 
-def test_it_is_said_when_it_cannot_be_compiled(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        raise KernelError("no C++ compiler")
-
+def test_it_is_said_when_it_cannot_be_compiled(without_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
     compiled_hashing.cache_clear()
-    monkeypatch.setattr(keys, "CpuChain", fail)
     for _ in range(2):
         prompt_keys([1] * 32, 16, None)
     compiled_hashing.cache_clear()

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folio.app.engine.layers.attention import CachedAttention, RotaryLayer
-from folio.app.engine.model import loader
 from folio.app.engine.ranks.executor import Executor
 from folio.app.errors import ModelError
 from folio.kernels import VarlenBatch
@@ -58,7 +57,9 @@ def test_unsupported_architectures(
         make_engine(folder)
 
 
-def test_the_self_test_finds_wrong_attention(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_finds_wrong_attention(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bridge that forgets the scale loads and runs, but does not get past the self-test."""
     real = CachedAttention.attend_rotary
 
@@ -68,12 +69,13 @@ def test_the_self_test_finds_wrong_attention(make_engine: MakeEngine, monkeypatc
         return real(self, replace(layer, masking=replace(layer.masking, scale=1.0)), heads, cos, sin)
 
     monkeypatch.setattr(CachedAttention, "attend_rotary", unscaled)
-    monkeypatch.setattr(loader, "run_in_one_call", lambda _: 0)  # such layers do not go over the bridge
     with pytest.raises(ModelError, match="self-test failed"):
-        make_engine("llama")
+        make_engine("llama", adapter_dir=str(tmp_path))  # layers in one call do not go over the bridge
 
 
-def test_the_self_test_finds_a_cache_that_is_not_read(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_finds_a_cache_that_is_not_read(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In bfloat16 too, where single rows may differ: attention that sees only its own chunk."""
 
     def forgetful(
@@ -90,9 +92,8 @@ def test_the_self_test_finds_a_cache_that_is_not_read(make_engine: MakeEngine, m
         return self._provider.attend(q, keys, values, batch, layer.masking)
 
     monkeypatch.setattr(CachedAttention, "attend_rotary", forgetful)
-    monkeypatch.setattr(loader, "run_in_one_call", lambda _: 0)  # as above
     with pytest.raises(ModelError, match="self-test failed"):
-        make_engine("builtin")
+        make_engine("builtin", adapter_dir=str(tmp_path))  # as above
 
 
 def test_fewer_logits_than_tokens(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,13 @@ from folio.app.engine.engine import Engine
 from folio.app.engine.report import StepTimes
 from folio.app.engine.request.faults import SequenceFailure
 from folio.app.engine.request.request import Request, Sequence
-from folio.app.engine.schedule.preemption import PreemptionCostModel
 from folio.app.engine.schedule.running import RunningRequests
 from folio.app.engine.schedule.scheduled import Scheduled
 from folio.app.engine.schedule.scheduler import PATIENCE
 from folio.app.errors import RequestError
 from folio.vmem import IntegrityError, KVMemory, OutOfPages
 from folio.vmem.prefix.prefix_cache import PrefixCache
-from tests.app.engine.engines import MakeEngine, greedy, raising, run, steps, tokens_of
+from tests.app.engine.engines import ExpectSteps, MakeEngine, greedy, raising, run, steps, tokens_of
 from tests.conftest import VOCAB_SIZE
 
 BLOCK_BYTES = 4096  # of 32 tokens
@@ -59,10 +58,10 @@ class Clock:
         now: seconds.
     """
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, engine: Engine, expect_steps: ExpectSteps) -> None:
         self.now = 0.0
         engine.scheduler._clock = lambda: self.now
-        monkeypatch.setattr(PreemptionCostModel, "step_times", StepTimes(token_s=1.0))
+        expect_steps(StepTimes(token_s=1.0))
 
 
 @pytest.fixture
@@ -124,7 +123,7 @@ def test_beams_that_may_come_back_have_their_places(make: MakeEngine) -> None:
 
 @pytest.mark.parametrize(("seed", "max_num_seqs", "num_blocks"), [(0, 4, 6), (1, 8, 12), (3, 8, 24)])
 def test_whatever_is_asked_steps_stay_within_their_bounds(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, seed: int, max_num_seqs: int, num_blocks: int
+    make: MakeEngine, expect_steps: ExpectSteps, seed: int, max_num_seqs: int, num_blocks: int
 ) -> None:
     """Random requests, forks, cancellations, preemptions and budgets. Whoever is refused without a look at the prefix
     cache would have been refused with one."""
@@ -138,7 +137,7 @@ def test_whatever_is_asked_steps_stay_within_their_bounds(
         fair_tenants=rng.random() < 0.5,
     )
     scheduler = engine.scheduler
-    clock = Clock(engine, monkeypatch)
+    clock = Clock(engine, expect_steps)
     admission = scheduler._admission
     can_admit, fits, num_refused, matched = admission.can_admit, admission._fits, 0, False
 
@@ -217,6 +216,9 @@ def test_what_runs_is_counted_once_and_not_for_each_draft(make: MakeEngine, monk
     engine.scheduler.abort_step()
 
 
+FAILING = 500  # a prompt that begins with this token cannot be looked up
+
+
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the prompts that are looked up in the prefix cache to see whether they may begin."""
@@ -224,6 +226,8 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     match = PrefixCache.match
 
     def counted(prefixes: PrefixCache, chain: Any, token_ids: Any) -> Any:
+        if token_ids[0] == FAILING:
+            raise RuntimeError("injected")
         lengths.append(len(token_ids))
         return match(prefixes, chain, token_ids)
 
@@ -247,31 +251,21 @@ def test_a_prompt_without_room_is_looked_up_once(make: MakeEngine, looked_up: li
     assert looked_up == [num_tokens] * 3, "when it came, when there was room, and when it was given its blocks"
 
 
-def test_a_prompt_that_cannot_be_looked_up_ends_its_request_only(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_cannot_be_looked_up_ends_its_request_only(make: MakeEngine, looked_up: list[int]) -> None:
     """Regression: in a full batch the look for the coming prompt comes before admission's, and its failure ended all
     requests."""
     engine = make(max_num_seqs=1)
     engine.submit("runs", [1, 2, 3], greedy(4))
     engine.step()
-    match = PrefixCache.match
-
-    def failing(prefixes: PrefixCache, chain: Any, token_ids: Any) -> Any:
-        if token_ids[0] == 7:
-            raise RuntimeError("injected")
-        return match(prefixes, chain, token_ids)
-
-    monkeypatch.setattr(PrefixCache, "match", failing)
-    engine.submit("waits", [7, 8, 9], greedy(4))
+    engine.submit("waits", [FAILING, 8, 9], greedy(4))
     assert {name: deltas[-1].error is None for name, deltas in run(engine).items()} == {"runs": True, "waits": False}
 
 
-def test_long_prompts_delay_a_short_one_by_one_step(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_delay_a_short_one_by_one_step(make: MakeEngine, expect_steps: ExpectSteps) -> None:
     """Regression: a short prompt waited until all long ones that had come before it were computed, those that had not
     begun and those that had."""
     engine = make(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=600)
-    Clock(engine, monkeypatch)
+    Clock(engine, expect_steps)
     rng = random.Random(3)
     for i in range(4):
         engine.submit(f"long {i}", ids(rng, 512), greedy(1))
@@ -281,10 +275,10 @@ def test_long_prompts_delay_a_short_one_by_one_step(make: MakeEngine, monkeypatc
     assert ended(engine) == [f"long {i}" for i in range(4)]
 
 
-def test_a_prompt_is_passed_until_it_is_due(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_passed_until_it_is_due(make: MakeEngine, expect_steps: ExpectSteps) -> None:
     """And not by a longer one, whatever the router expects in the cache, if the request does not read the cache."""
     engine = make(max_num_batched_tokens=32, max_num_seqs=8, max_model_len=600)
-    clock = Clock(engine, monkeypatch)
+    clock = Clock(engine, expect_steps)
     rng = random.Random(5)
     engine.submit("first", ids(rng, 200), greedy(1))
     engine.submit("second", ids(rng, 100), greedy(1))  # passes the first one, which has not begun
@@ -299,11 +293,11 @@ def test_a_prompt_is_passed_until_it_is_due(make: MakeEngine, monkeypatch: pytes
 
 
 def test_a_new_prompt_passes_those_of_the_running_ones_that_are_due_later(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make: MakeEngine, expect_steps: ExpectSteps
 ) -> None:
     """Regression: it was compared with the first of them only, which may take a part of each step for long."""
     engine = make(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=600)
-    Clock(engine, monkeypatch)
+    Clock(engine, expect_steps)
     rng = random.Random(8)
     engine.submit("first", ids(rng, 300), greedy(1, prompt_logprobs=0))  # at most 128 tokens a step
     engine.submit("last", ids(rng, 500), greedy(1))
@@ -313,12 +307,10 @@ def test_a_new_prompt_passes_those_of_the_running_ones_that_are_due_later(
     assert [r.num_computed for r in engine.scheduler.unfinished()] == [256, 128, 128]
 
 
-def test_the_step_that_completes_a_prefix_admits_who_waits_for_it(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_that_completes_a_prefix_admits_who_waits_for_it(make: MakeEngine, expect_steps: ExpectSteps) -> None:
     """Regression: the request was looked up before that step's prompts were scheduled, and not again behind them."""
     engine = make(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=600)
-    Clock(engine, monkeypatch)
+    Clock(engine, expect_steps)
     rng = random.Random(6)
     shared = ids(rng, 96)
     engine.submit("long", [*shared, *ids(rng, 10)], greedy(4))
@@ -328,11 +320,11 @@ def test_the_step_that_completes_a_prefix_admits_who_waits_for_it(
 
 
 def test_a_long_prompt_without_room_waits_for_those_that_pass_it(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make: MakeEngine, expect_steps: ExpectSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may not preempt prompts that are part of the same step: one of them may share what another one computes."""
     engine = make(max_num_batched_tokens=128, max_num_seqs=8, max_model_len=600)
-    Clock(engine, monkeypatch)
+    Clock(engine, expect_steps)
     rng = random.Random(4)
     engine.submit("long", ids(rng, 512), greedy(2))
     engine.step()

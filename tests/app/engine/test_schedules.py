@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.app.engine.engines import broken_layer
+
 pytest.importorskip("hypothesis")
 import torch
 from hypothesis import HealthCheck, example, given, seed, settings
@@ -30,7 +32,7 @@ from folio.app.engine.sampling.settings import gather_settings
 from folio.app.engine.sampling.state import SamplingState
 from folio.app.engine.step import step_loop
 from folio.app.errors import RequestError
-from tests.app.engine.engines import TINY, engine_of, raising
+from tests.app.engine.engines import TINY, engine_of
 from tests.conftest import HYBRIDS, VOCAB_SIZE, MakeCheckpoint
 from tests.nightly import examples
 
@@ -344,17 +346,7 @@ class Run:
 
     def fail(self) -> None:
         """The next step fails halfway. With asynchronous scheduling the call after it says so."""
-        real, module = self.engine.executor._runner.run, self.engine.executor._runner._module
-
-        def break_off(*args: Any, **kwargs: Any) -> Any:
-            module.model.layers[-1].register_forward_pre_hook(raising(RuntimeError("broken")))
-            try:
-                return real(*args, **kwargs)
-            finally:
-                module.model.layers[-1]._forward_pre_hooks.clear()
-
-        self.engine.executor._runner.run = break_off  # type: ignore[method-assign]
-        try:
+        with broken_layer(self.engine, RuntimeError("broken")):
             for _ in range(100):
                 if not self.engine.has_work:
                     break
@@ -368,8 +360,6 @@ class Run:
             else:
                 pytest.fail("no step has failed")
             self.engine.executor.queue.wait_until_idle()
-        finally:
-            self.engine.executor._runner.run = real  # type: ignore[method-assign]
         self.engine.check_integrity()
 
     def at(self, which: int) -> str | None:

@@ -19,6 +19,7 @@ from folio.app.engine import AsyncEngine, SamplingParams
 from folio.app.engine.engine import Engine
 from folio.app.engine.model.loader import load_model
 from folio.app.engine.report import StartTimes, process_age_s
+from folio.app.engine.request.delta import Delta
 from folio.app.engine.sampling.params import ReasoningBudget, Structure
 from folio.app.engine.startup import (
     SAMPLED,
@@ -33,7 +34,7 @@ from folio.app.engine.startup import (
 from folio.app.errors import ConfigError, EngineError, ModelError, RequestError, UnavailableError
 from folio.app.models.builtin import BUILTIN_FOLDER
 from folio.vmem import CachedPrefix, IntegrityError
-from tests.app.engine.engines import MakeEngine, answers, greedy, raising, run, tokens_of
+from tests.app.engine.engines import MakeEngine, answers, broken_layer, greedy, run, tokens_of
 from tests.app.engine.lora.adapters import make_adapter
 from tests.app.small_tokenizers import word_level, wordpiece
 from tests.conftest import tokens
@@ -196,26 +197,25 @@ def test_guesses_of_the_warm_up_do_not_count(make: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("can_be_closed", [True, False])
-def test_a_server_that_cannot_get_ready_says_why(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, can_be_closed: bool
-) -> None:
+def test_a_server_that_cannot_get_ready_says_why(config: EngineConfig, can_be_closed: bool) -> None:
     """And leaves nothing behind. Regression: a thread that ended in `close` left whoever made the engine waiting."""
     closed = []
-    close = Engine.close
 
-    def close_and_note(engine: Engine) -> None:
-        close(engine)
-        closed.append(engine)
-        if not can_be_closed:
-            raise RuntimeError("cannot be closed")
+    class Failing(Engine):
+        def step(self) -> list[Delta]:
+            raise EngineError("injected")
 
-    monkeypatch.setattr(Engine, "close", close_and_note)
-    monkeypatch.setattr(Engine, "step", raising(EngineError("injected")))
+        def close(self) -> None:
+            super().close()
+            closed.append(self)
+            if not can_be_closed:
+                raise RuntimeError("cannot be closed")
+
     errors: list[BaseException] = []
 
     def start() -> None:
         try:
-            AsyncEngine(config)
+            AsyncEngine(config, new_engine=Failing)
         except EngineError as error:
             errors.append(error)
 
@@ -363,19 +363,17 @@ def test_restoring_ends_in_time(make: MakeEngine, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_step_that_fails_while_restoring_is_no_reason_not_to_start(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: one prefix of another replica could keep all new ones from starting."""
-    engine = make()
-    launch, calls = engine.executor.launch, []
+    engine, calls = make(), []
 
-    def fail_at_second(*args: Any) -> Any:
+    def fail_at_second(*args: Any) -> None:
         calls.append(args)
         if len(calls) == 2:
             raise RuntimeError("injected")
-        return launch(*args)
 
-    monkeypatch.setattr(engine.executor, "launch", fail_at_second)
+    engine.model.module.register_forward_pre_hook(fail_at_second)
     restored = warm_prefixes(engine, [[prefix(64, 2, 1), prefix(160, 1)]], 60)
     assert (restored.pinned, restored.hot, restored.failed, restored.late) == (0, 1, 1, 0)
     assert "injected" in caplog.text
@@ -384,12 +382,9 @@ def test_a_step_that_fails_while_restoring_is_no_reason_not_to_start(
 
 
 @pytest.mark.parametrize("error", [IntegrityError("injected"), UnavailableError("injected")])
-def test_a_broken_engine_does_not_go_on_restoring(
-    error: Exception, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_engine_does_not_go_on_restoring(error: Exception, make: MakeEngine) -> None:
     engine = make()
-    monkeypatch.setattr(engine, "step", raising(error))
-    with pytest.raises(type(error), match="injected"):
+    with broken_layer(engine, error), pytest.raises(type(error), match="injected"):
         warm_prefixes(engine, [[prefix(64, 2)]], 60)
 
 

@@ -15,7 +15,7 @@ class Worker:
     """A member with a given number of steps, each of which takes a while on a clock of its own."""
 
     def __init__(self, clock: list[float], seconds: float, share: float = 1.0, num_steps: int = 1 << 30) -> None:
-        self.share, self._clock, self._seconds, self.left, self.taken = share, clock, seconds, num_steps, 0.0
+        self.share, self._clock, self.seconds, self.left, self.taken = share, clock, seconds, num_steps, 0.0
         self.stops = False
 
     def take_commands(self) -> bool:
@@ -26,8 +26,8 @@ class Worker:
         return self.left > 0
 
     def step(self) -> None:
-        self._clock[0] += self._seconds
-        self.taken += self._seconds
+        self._clock[0] += self.seconds
+        self.taken += self.seconds
         self.left -= 1
 
 
@@ -35,7 +35,7 @@ def play(turns: DeficitRoundRobin, workers: list[Worker], num_steps: int) -> Non
     for _ in range(num_steps):
         worker = turns.next([w for w in workers if w.is_ready])
         worker.step()
-        turns.charge(worker, worker._seconds)
+        turns.charge(worker, worker.seconds)
 
 
 @pytest.mark.parametrize("seconds", [(0.001, 0.001, 0.001), (0.5, 0.001, 0.05), (3.0, 0.02, 0.02)])

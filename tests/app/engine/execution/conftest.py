@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,28 +13,12 @@ from folio.app.engine.execution.graph import CAPTURES
 from folio.app.engine.execution.model_runner import ModelRunner
 from folio.app.engine.layers.batch import StepBatch
 from folio.app.engine.memory import kv_plan
-from folio.app.engine.ranks import executor, self_test
-from folio.kernels import KernelError
-from folio.kernels.cpu import build
-from folio.vmem import CudaBackend, KVMemory, StepDemand
-from folio.vmem.backends.cuda import CPU
+from folio.app.engine.ranks import executor
+from folio.vmem import KVMemory, StepDemand
 from tests.app.engine.execution.strict_pointers import StrictProvider, strict_copy
 from tests.fakes.recorded_graph import RecordedGraph, record
 from tests.vmem.backends.stand_in_driver import StandInDriver
 from tests.vmem.small_memory import pages_read
-
-
-@pytest.fixture
-def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine without a C++ compiler, whose steps are torch's calls and attention alone."""
-
-    def refuse(*_: object) -> None:
-        raise KernelError("no C++ compiler")
-
-    build.load_library.cache_clear()
-    monkeypatch.setattr(build, "_library", refuse)
-    yield
-    build.load_library.cache_clear()
 
 
 @pytest.fixture
@@ -45,7 +30,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
 
 
 @pytest.fixture
-def use_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], StandInDriver]]:
+def use_device(use_driver: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], StandInDriver]]:
     """A function that makes engines use a device without a GPU, over the real bindings and a stand-in for the library.
     Its steps finish late, one after the other: what a step may still read must stay mapped. No kernel may be given a
     tensor whose address is a hole, which Triton refuses."""
@@ -53,6 +38,7 @@ def use_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], StandIn
 
     def use() -> StandInDriver:
         drivers.append(StandInDriver(32 << 20))
+        use_driver(drivers[-1])
         _install(drivers[-1], monkeypatch)
         return drivers[-1]
 
@@ -64,9 +50,6 @@ def use_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], StandIn
 
 
 def _install(driver: StandInDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    def backend(*_: object, **__: object) -> CudaBackend:
-        return CudaBackend(driver=driver, tensor_device=CPU)
-
     run, ensure = ModelRunner.run, KVMemory.ensure
     select_provider, select_block_copy = executor.select_provider, kv_plan.select_block_copy
     reading: list[set[int]] = [set()]
@@ -82,8 +65,6 @@ def _install(driver: StandInDriver, monkeypatch: pytest.MonkeyPatch) -> None:
             driver.finish_work(1)
         return run(runner, batch)
 
-    monkeypatch.setattr(kv_plan, "select_backend", backend)
-    monkeypatch.setattr(self_test, "select_backend", backend)
     monkeypatch.setattr(executor, "select_provider", lambda *args: StrictProvider(select_provider(*args), driver))
     copy = select_block_copy(torch.device("cpu"))
     if copy is not None:

@@ -22,7 +22,7 @@ from folio.app.engine.layers.linear import (
 )
 from folio.app.engine.model.loader import load_model
 from folio.app.errors import ConfigError
-from folio.kernels import CpuElementwise, CpuLinear, KernelError
+from folio.kernels import CpuElementwise, CpuLinear
 from tests.app.engine.layers.models import bind_reference, make_model
 from tests.kernels.marches import has_layers
 
@@ -132,24 +132,24 @@ def multiply_of(dtype: torch.dtype) -> object:
 def test_matrix_tiles_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_layers(torch.bfloat16):
         pytest.skip("no processor with matrix tiles is like this one")
-    monkeypatch.setattr(linear, "has_matrix_tiles", lambda: False)
+    tiles = iter([False, True])
+    monkeypatch.setattr(linear, "has_matrix_tiles", lambda: next(tiles))
     assert isinstance(multiply_of(torch.bfloat16), CpuLinear)
-    monkeypatch.setattr(linear, "has_matrix_tiles", lambda: True)
     assert multiply_of(torch.bfloat16) is onednn_linear
     assert isinstance(multiply_of(torch.float32), CpuLinear)
+    movable = choose_product(torch.bfloat16, movable=True)  # oneDNN's weights cannot move
+    assert movable is not None
+    assert isinstance(movable.multiply, CpuLinear)
+    assert choose_product(torch.float16, movable=True) is None
     int8 = choose_product(torch.bfloat16, int8=True)
     assert int8 is not None
     assert isinstance(int8.multiply, CpuLinear)
     assert int8.pack(torch.randn(16, 32, dtype=torch.bfloat16)).scales is not None
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_compiler")
+def test_without_a_compiler() -> None:
     """Other kernels replace Folio's own, but none has 8-bit weights, which is an error."""
-
-    def fail() -> CpuLinear:
-        raise KernelError("no C++ compiler")
-
-    monkeypatch.setattr(linear, "CpuLinear", fail)
     assert multiply_of(torch.float32) is onednn_linear
-    with pytest.raises(ConfigError, match=r"'int8'.*no C\+\+ compiler; use 'none'"):
+    with pytest.raises(ConfigError, match=r"'int8'.*no C\+\+ compiler.*; use 'none'"):
         choose_product(torch.float32, int8=True)

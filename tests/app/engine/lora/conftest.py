@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from folio.app.engine.engine import Engine
+from folio.app.engine.lora.layers import Updates
+from folio.app.engine.lora.rank import RankAdapters
+from folio.app.engine.lora.source import AdapterSource
 from tests.app.engine.engines import MakeEngine
 from tests.app.engine.lora.adapters import one_thread
 
@@ -23,3 +27,21 @@ def serve(make_engine: MakeEngine, one_thread: None) -> MakeEngine:
         return make_engine(model, **({"adapters": sources, "max_num_seqs": 16} | settings))
 
     return make
+
+
+Events = tuple[threading.Event, threading.Event]
+
+
+@pytest.fixture
+def read_events(monkeypatch: pytest.MonkeyPatch) -> Events:
+    """A read of an adapter has begun; reads may end, as at first."""
+    begun, may_end, read = threading.Event(), threading.Event(), RankAdapters.read
+    may_end.set()
+
+    def read_late(files: RankAdapters, source: AdapterSource) -> Updates:
+        begun.set()
+        assert may_end.wait(60)
+        return read(files, source)
+
+    monkeypatch.setattr(RankAdapters, "read", read_late)
+    return begun, may_end

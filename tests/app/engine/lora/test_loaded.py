@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,6 +33,7 @@ from folio.app.errors import ConfigError, EngineError, ModelError, RequestError,
 from tests.app.engine.engines import MakeEngine, greedy, run
 from tests.app.engine.engines import tokens_of as tokens
 from tests.app.engine.lora.adapters import Merged, make_adapter, write_adapter
+from tests.app.engine.lora.conftest import Events
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -264,11 +264,12 @@ async def test_a_check_finds_what_can_be_served(
         assert refused.value.param == "lora_path"
     with pytest.raises(UnknownModelError):  # a check alone makes nothing visible
         await generated(served, "legal")
-    adapters = served._engine.adapters
+    adapters = served.driver.engine.adapters
     assert not adapters.slots
-    assert not adapters._own.reading
-    await asyncio.to_thread(adapters._own._thread.submit(lambda: None).result)
-    assert not adapters._own._found
+    own = adapters._own
+    assert not own.reading
+    await asyncio.to_thread(own._thread.submit(lambda: None).result)
+    assert not own._found
 
 
 async def test_without_the_setting_nothing_is_checked(engine_of: EngineOf, llama: Path, folders: Adapters) -> None:
@@ -293,26 +294,19 @@ async def test_a_failure_that_is_not_the_files(
     assert await generated(served, None) == Merged(llama).generate(PROMPT, 6)
 
 
-async def test_a_cancelled_check_leaves_nothing(
-    served: AsyncEngine, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_check_leaves_nothing(served: AsyncEngine, llama: Path, read_events: Events) -> None:
     """Steps go on while the file is read."""
-    reads, may_read, read = threading.Event(), threading.Event(), RankAdapters.read
-
-    def read_late(files: RankAdapters, source: AdapterSource) -> Updates:
-        reads.set()
-        assert may_read.wait(60)
-        return read(files, source)
-
-    monkeypatch.setattr(RankAdapters, "read", read_late)
+    begun, may_end = read_events
+    begun.clear()
+    may_end.clear()
     check = asyncio.create_task(served.check_adapter("legal", "a"))
-    await asyncio.to_thread(reads.wait, 60)
+    await asyncio.to_thread(begun.wait, 60)
     assert await generated(served, None) == Merged(llama).generate(PROMPT, 6)
     check.cancel()
     with pytest.raises(asyncio.CancelledError):
         await check
-    assert not served._engine.adapters._own.reading
-    may_read.set()
+    assert not served.driver.engine.adapters._own.reading
+    may_end.set()
 
 
 async def test_changes_while_requests_run(served: AsyncEngine, llama: Path, folders: Adapters) -> None:
@@ -341,12 +335,12 @@ async def test_changes_while_requests_run(served: AsyncEngine, llama: Path, fold
     await changes
     assert ended
     await served.set_loaded([])
-    assert not served._engine.adapters.slots
-    assert not served._engine.adapters._retired
+    assert not served.driver.engine.adapters.slots
+    assert not served.driver.engine.adapters._retired
 
 
 async def test_calls_of_a_closed_engine_end(served: AsyncEngine, folders: Adapters) -> None:
-    engine = await asyncio.to_thread(partial(AsyncEngine, served._engine.config))
+    engine = await asyncio.to_thread(partial(AsyncEngine, served.driver.engine.config))
     engine.close()
     for call in (engine.set_loaded([]), engine.check_adapter("legal", "a")):
         with pytest.raises(EngineError, match="has stopped"):

@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import re
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,17 +22,16 @@ from folio.app.config.engine import EngineConfig
 from folio.app.engine.async_engine import AsyncEngine
 from folio.app.engine.engine import Engine
 from folio.app.engine.lora.layers import LoRALayers, LoRALinear, adapter_batch
-from folio.app.engine.lora.rank import RankAdapters
 from folio.app.engine.lora.weights import LowRank, check_sources, read_config
 from folio.app.engine.report import StepTimes
 from folio.app.engine.request.request import Sequence
-from folio.app.engine.schedule.preemption import PreemptionCostModel
 from folio.app.engine.speculation.ngram import NgramProposer
 from folio.app.engine.step.token_selection import TokenSelection
 from folio.app.errors import ConfigError, ModelError, UnknownModelError
 from tests.app.engine.engines import BLOCK_BYTES, MakeEngine, answers, engine_of, folder_of, greedy, prompts, run, steps
 from tests.app.engine.engines import tokens_of as tokens
 from tests.app.engine.lora.adapters import Merged, make_adapter, write_adapter
+from tests.app.engine.lora.conftest import Events
 from tests.conftest import MakeCheckpoint
 
 Adapters = dict[str, Path]
@@ -217,19 +215,14 @@ def test_requests_wait_while_all_slots_are_in_use(
 
 
 def test_only_requests_of_an_adapter_wait_for_its_file(
-    serve: MakeEngine, llama: Path, three: Adapters, expected: Any, monkeypatch: pytest.MonkeyPatch
+    serve: MakeEngine, llama: Path, three: Adapters, expected: Any, read_events: Events
 ) -> None:
     [prompt] = prompts(20)
     engine = serve(llama, three)
     engine.submit("b", prompt, GREEDY, adapter="b")
     run(engine)
-    may_read, read = threading.Event(), RankAdapters.read
-
-    def read_late(files: RankAdapters, name: str) -> Any:
-        assert may_read.wait(60)
-        return read(files, name)
-
-    monkeypatch.setattr(RankAdapters, "read", read_late)
+    _, may_end = read_events
+    may_end.clear()
     for name in ("a", "b", None):
         engine.submit(str(name), prompt, GREEDY, adapter=name)
     deltas = [delta for _ in range(NUM_TOKENS + 2) for delta in engine.step()]
@@ -238,7 +231,7 @@ def test_only_requests_of_an_adapter_wait_for_its_file(
     engine.submit("gone", prompt, GREEDY, adapter="c")
     engine.step()
     engine.cancel("gone")
-    may_read.set()
+    may_end.set()
     assert answers(engine) == {"a": expected("a", prompt)}
 
 
@@ -310,7 +303,7 @@ def test_forks_have_their_adapter(serve: MakeEngine, llama: Path, three: Adapter
 
 
 def test_drafts_are_verified_with_the_adapter(
-    serve: MakeEngine, llama: Path, three: Adapters, expected: Any, monkeypatch: pytest.MonkeyPatch
+    serve: MakeEngine, llama: Path, three: Adapters, expected: Any, expect_steps: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of draft tokens have the sequence's adapter: the merged model's tokens are accepted, and no others.
 
@@ -324,7 +317,7 @@ def test_drafts_are_verified_with_the_adapter(
         return [[*draft[:-1], draft[-1] ^ 1] if draft else [] for draft in drafts]
 
     monkeypatch.setattr(NgramProposer, "propose", all_but_the_last_right)
-    monkeypatch.setattr(PreemptionCostModel, "step_times", StepTimes(fixed_s=10.0))  # the longest drafts pay
+    expect_steps(StepTimes(fixed_s=10.0))  # the longest drafts pay
     engine = serve(llama, three, speculation="ngram", max_draft_tokens=8)
     for request_id, (name, prompt) in jobs.items():
         engine.submit(request_id, prompt, replace(GREEDY, max_tokens=40), adapter=name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from folio.app.config.engine import EngineConfig
-from folio.app.config.machine import SPARE_SHARE, Machine
+from folio.app.config.machine import SPARE_SHARE
 from folio.app.engine.engine import Engine
 from folio.app.engine.memory import kv_plan
 from folio.app.engine.sampling.params import SamplingParams
@@ -27,15 +27,12 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture
-def set_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def set_machine(use_machine: Callable[..., None]) -> Callable[..., None]:
     """`set_machine(memory_bytes, available_bytes)`: engines start on such a machine from now on."""
-
-    def change(memory_bytes: int, available_bytes: int, max_map_count: int = 65_530) -> None:
-        machine = Machine(memory_bytes, available_bytes, limited=True, num_cores=8, max_map_count=max_map_count)
-        monkeypatch.setattr(Machine, "detect", lambda: machine)
-        monkeypatch.setattr(kv_plan, "resident_bytes", lambda: WEIGHT_BYTES)
-
-    return change
+    machine = {"limited": True, "num_cores": 8, "max_map_count": 65_530, "resident_bytes": WEIGHT_BYTES}
+    return lambda memory_bytes, available_bytes, **changes: use_machine(
+        memory_bytes=memory_bytes, available_bytes=available_bytes, **(machine | changes)
+    )
 
 
 @pytest.fixture
@@ -167,7 +164,7 @@ def test_the_log_names_the_limit_of_the_default_ceiling(
     caplog.set_level(logging.INFO, "folio.app.engine.memory.kv_plan")
     for count, num_pages in ((65_530, 24_000), (131_060, 48_000), (10**9, 200_000)):
         caplog.clear()
-        set_machine(24 * GIB, 20 * GIB, count)
+        set_machine(24 * GIB, 20 * GIB, max_map_count=count)
         assert ceilings(make_engine())[0] == num_pages * BLOCK_BYTES
         assert f"vm.max_map_count, {count}, has mappings for {num_pages} pages" in caplog.text
     caplog.clear()

@@ -14,14 +14,11 @@ import torch
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import LLM, SamplingParams
-from folio.app.engine.memory import kv_plan, memory_profile
 from folio.app.engine.memory.kv_plan import build_memory
 from folio.app.engine.memory.memory_profile import GRAPH_BYTES, HEADROOM_BYTES, DevicePlan, measure, plan_device
 from folio.app.engine.ranks.executor import Executor
 from folio.app.engine.ranks.processes import spawn_ranks
 from folio.app.errors import ConfigError, UnavailableError
-from folio.vmem import CudaBackend
-from folio.vmem.backends.cuda import CPU
 from tests.app.engine.runs import on_gpu, run
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import VOCAB_SIZE, MakeCheckpoint
@@ -156,13 +153,11 @@ def test_a_cpu_has_no_profile() -> None:
     assert plan_device(EngineConfig(model="builtin").on_device("cpu"), unused) is None
 
 
-def test_each_model_with_graphs_has_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_profile, "TorchMemory", FakeMemory)
-    monkeypatch.setattr(memory_profile, "sample", lambda *_: None)
+def test_each_model_with_graphs_has_memory_for_them() -> None:
     draft: dict[str, Any] = {"speculation": "draft", "draft_model": "builtin"}
     for settings, captures, expected in (({}, True, 1), ({}, False, 0), (draft, True, 2)):
-        executor: Any = SimpleNamespace(captures=captures, run_largest=lambda *_: torch.empty(0))
-        plan = plan_device(EngineConfig(model="builtin", **settings).on_device("cuda"), executor)
+        executor: Any = SimpleNamespace(captures=captures, run_largest=lambda _, rows: torch.zeros(rows, 8))
+        plan = plan_device(EngineConfig(model="builtin", **settings).on_device("cuda"), executor, FakeMemory)
         assert plan is not None
         assert plan.graph_bytes == expected * GRAPH_BYTES
 
@@ -200,11 +195,10 @@ def test_all_ranks_run_the_largest_step(checkpoint: MakeCheckpoint) -> None:
 
 @pytest.mark.parametrize(("capacity", "share", "most"), [(64 << 20, 1.0, 16), (64 << 20, 0.25, 4), (24 << 20, 1.0, 16)])
 def test_the_kv_memory_keeps_to_the_plan(
-    capacity: int, share: float, most: int, checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+    capacity: int, share: float, most: int, checkpoint: MakeCheckpoint, use_driver: Callable[..., None]
 ) -> None:
     """And to what the device has: of several ranks, one may have less than the plan's."""
-    driver = StandInDriver(capacity)
-    monkeypatch.setattr(kv_plan, "select_backend", lambda *_, **__: CudaBackend(driver=driver, tensor_device=CPU))
+    use_driver(StandInDriver(capacity))
     plan = DevicePlan(64 << 20, 1.0, 30 << 20, 8 << 20, graph_bytes=4 << 20, headroom_bytes=6 << 20)
     config = EngineConfig(model="builtin").on_device("cpu")
     with closing(make_executor(str(checkpoint("llama")))) as executor:

@@ -8,9 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from folio.app.config.engine import EngineConfig
-from folio.app.config.machine import Machine
 from folio.app.engine.engine import Engine
-from folio.app.engine.memory import kv_plan
 from folio.app.engine.memory.size import GRANULARITY_BYTES, ModelSize, replicas_that_fit
 from folio.app.errors import ConfigError, ModelError
 from tests.conftest import MakeCheckpoint
@@ -20,7 +18,7 @@ GIB = 1 << 30
 
 @pytest.mark.thirds
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "bamba", "qwen3_next"])
-def test_the_plan_is_that_of_the_engine(name: str, monkeypatch: pytest.MonkeyPatch, checkpoint: MakeCheckpoint) -> None:
+def test_the_plan_is_that_of_the_engine(name: str, use_machine: Any, checkpoint: MakeCheckpoint) -> None:
     config = EngineConfig(
         model=str(checkpoint(name)),
         dtype="float32",
@@ -31,9 +29,9 @@ def test_the_plan_is_that_of_the_engine(name: str, monkeypatch: pytest.MonkeyPat
     )
     size = ModelSize(config)
     room = size.room(GIB)
-    machine = Machine(GIB, GIB - size.weight_bytes, limited=False, num_cores=8, max_map_count=65_530)
-    monkeypatch.setattr(Machine, "detect", lambda: machine)
-    monkeypatch.setattr(kv_plan, "resident_bytes", lambda: size.weight_bytes)
+    room_bytes = GIB - size.weight_bytes
+    machine = {"memory_bytes": GIB, "available_bytes": room_bytes, "limited": False, "max_map_count": 65_530}
+    use_machine(resident_bytes=size.weight_bytes, num_cores=8, **machine)
     engine = Engine(config)
     try:
         assert room.groups == tuple(engine.memory.groups)

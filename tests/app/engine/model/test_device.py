@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from folio.app.config.engine import EngineConfig, ResolvedConfig
-from folio.app.config.machine import Machine
 from folio.app.engine.engine import Engine
 from folio.app.engine.model.device import CudaProbes, resolve
 from folio.app.errors import ConfigError
@@ -110,11 +109,10 @@ def test_each_step_that_fails_gives_the_reason(
     reason: str,
     has_gpu: bool,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    use_machine: Callable[..., None],
 ) -> None:
     """On a machine with a GPU the CPU is a surprise."""
-    machine = replace(Machine.detect(), has_gpu=has_gpu)
-    monkeypatch.setattr(Machine, "detect", lambda: machine)
+    use_machine(has_gpu=has_gpu)
     caplog.set_level(logging.INFO, "folio.app.engine.model.device")
     driver = StandInDriver(8 << 20)
     if spoil is not None:

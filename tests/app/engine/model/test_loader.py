@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, modeling_utils
 
 from folio.app.config.engine import EngineConfig
-from folio.app.config.machine import Machine
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.model.checkpoint_module import random_model
 from folio.app.engine.model.loader import LoadedModel, load_model
@@ -121,12 +119,11 @@ def test_a_loaded_model_does_not_read_its_checkpoint_any_more(
 
 
 def test_files_stay_mapped_where_memory_is_short(
-    checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    checkpoint: MakeCheckpoint, use_machine: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A copy might end the process, too: weights of 14 GB that are quantised to 7 GB load on a machine with 12 GB."""
     folder = checkpoint("llama")
-    machine = replace(Machine.detect(), available_bytes=1000)
-    monkeypatch.setattr(Machine, "detect", lambda: machine)
+    use_machine(available_bytes=1000)
     with caplog.at_level(logging.INFO):
         model = load(folder)
     assert "model.safetensors stays mapped, as memory is short" in caplog.text

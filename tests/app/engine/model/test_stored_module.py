@@ -24,6 +24,7 @@ from folio.app.models.weights.store import WeightStore
 from tests.conftest import MakeCheckpoint
 
 Load = Callable[..., LoadedModel]
+BeforeReads = Callable[[Callable[[Path], object]], None]
 
 
 @pytest.fixture
@@ -44,6 +45,13 @@ def load(checkpoint: MakeCheckpoint, tmp_path: Path) -> Iterator[Load]:
 
 
 @pytest.fixture
+def before_reads(monkeypatch: pytest.MonkeyPatch) -> BeforeReads:
+    """`before_reads(call)`: it is called before each file of a checkpoint is read into the page cache."""
+    real = checkpoint_files._read
+    return lambda call: monkeypatch.setattr(checkpoint_files, "_read", lambda path: call(path) or real(path))
+
+
+@pytest.fixture
 def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """After its call no checkpoint can be read."""
 
@@ -52,7 +60,6 @@ def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def forbid() -> None:
         monkeypatch.setattr(checkpoint_module, "_load_module", fail)
-        monkeypatch.setattr("safetensors.safe_open", fail)
 
     return forbid
 
@@ -99,15 +106,14 @@ def test_the_same_in_every_bit(
 
 
 def test_weights_are_read_before_the_load(
-    checkpoint: MakeCheckpoint, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: MakeCheckpoint, load: Load, tmp_path: Path, before_reads: BeforeReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoints of a model and its draft model, or their files once there are some, which the load then need not
     check."""
     models = [str(checkpoint(name)) for name in ("llama", "qwen2")]
     settings = {"model": models[0], "draft_model": models[1], "speculation": "draft", "skip_tokenizer_init": True}
     config, read = EngineConfig(**settings).on_device("cpu"), []  # type: ignore[arg-type,var-annotated]
-    real = checkpoint_files._read
-    monkeypatch.setattr(checkpoint_files, "_read", lambda path: read.append(path) or real(path))
+    before_reads(read.append)
     read_weights(config, WeightStore(tmp_path / "weights"))
     assert [str(path.parent) for path in read] == models
     for name in ("llama", "qwen2"):
@@ -122,18 +128,17 @@ def test_weights_are_read_before_the_load(
     model.weights.close()
 
 
-def test_a_load_whose_files_do_not_answer_holds_up_no_other(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_whose_files_do_not_answer_holds_up_no_other(load: Load, before_reads: BeforeReads) -> None:
     """Regression: it held the lock of transformers' modules, and no other model could be loaded. Now its files have
     been read before."""
-    asked, answers, real, reader = threading.Event(), threading.Event(), checkpoint_files._read, "slow reader"
+    asked, answers, reader = threading.Event(), threading.Event(), "slow reader"
 
-    def read(path: Path) -> None:
+    def read(_: Path) -> None:
         if threading.current_thread().name == reader:
             asked.set()
             assert answers.wait(60)
-        real(path)
 
-    monkeypatch.setattr(checkpoint_files, "_read", read)
+    before_reads(read)
     thread = threading.Thread(target=load, args=("llama",), name=reader)
     thread.start()
     assert asked.wait(60)
@@ -222,10 +227,9 @@ def test_a_fingerprint_shows_whatever_is_computed(load: Load) -> None:
     original = fingerprint(module)
     layer = module.model.layers[1]
     for owner, name in ((layer.input_layernorm, "eps"), (layer.mlp, "activation"), (layer.self_attn, "_head_dim")):
-        value = getattr(owner, name)
-        setattr(owner, name, "other")
-        assert fingerprint(module) != original
-        setattr(owner, name, value)
+        for value in ("other", getattr(owner, name)):
+            setattr(owner, name, value)
+            assert (fingerprint(module) == original) == (value != "other")
     rotary = layer.self_attn.rotary
     layer.self_attn.rotary = replace(rotary, masking=replace(rotary.masking, softcap=2.5))
     assert fingerprint(module) != original

@@ -66,11 +66,23 @@ def test_ranks_give_what_merged_models_give(checkpoint: MakeCheckpoint, tmp_path
     assert outputs == expected
 
 
+@pytest.fixture
+def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RankAdapters]:
+    """Adapters of peers on another machine."""
+    peers: list[RankAdapters] = []
+
+    def peer(layers: LoRALayers | None) -> RankAdapters:
+        peers.append(PeerElsewhere(layers, tmp_path / "elsewhere"))
+        return peers[-1]
+
+    monkeypatch.setattr(worker, "RankAdapters", peer)
+    return peers
+
+
 def test_an_adapter_that_a_peer_cannot_read_is_refused(
-    checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: MakeCheckpoint, tmp_path: Path, peers: list[RankAdapters]
 ) -> None:
     model = with_adapters(checkpoint, tmp_path)
-    monkeypatch.setattr(worker, "RankAdapters", lambda layers: PeerElsewhere(layers, tmp_path / "elsewhere"))
     engine = make_engine(model, tmp_path, 2)
     for key in "ab":
         engine.submit(key, PROMPT, GREEDY, adapter=key)
@@ -104,17 +116,10 @@ def test_an_adapter_that_rank_0_cannot_insert_is_on_no_rank(
 
 
 def test_adapters_are_checked_and_loaded_on_all_ranks(
-    checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: MakeCheckpoint, tmp_path: Path, peers: list[RankAdapters]
 ) -> None:
     """A check fails if a peer's does, and leaves nothing on any rank. Replaced adapters give the new outputs."""
     model = with_adapters(checkpoint, tmp_path)
-    peers: list[RankAdapters] = []
-
-    def peer(layers: LoRALayers | None) -> RankAdapters:
-        peers.append(PeerElsewhere(layers, tmp_path / "elsewhere"))
-        return peers[-1]
-
-    monkeypatch.setattr(worker, "RankAdapters", peer)
     engine = engine_of(model, thread_ranks, tensor_parallel_size=2, adapter_dir=str(tmp_path))
     for name, folder in (("a", "a"), ("legal", "a"), ("legal", "b"), ("legal", "a")):
         source = AdapterSource(name, str(tmp_path / folder), files_version(tmp_path / folder))

@@ -19,13 +19,13 @@ import torch
 
 from folio.app.engine import AsyncEngine, EngineConfig, SamplingParams
 from folio.app.engine.engine import Engine
-from folio.app.engine.execution.model_runner import ModelRunner
 from folio.app.engine.ranks import processes as limits
 from folio.app.engine.ranks import worker
 from folio.app.engine.ranks.processes import ChildProcesses, RankSpec
 from folio.app.engine.tensor_parallel.shared_memory import MemoryAddress
 from folio.app.errors import ConfigError, ModelError, UnavailableError
 from folio.vmem import KVMemory
+from tests.app.engine.engines import broken_layer
 from tests.app.engine.runs import run
 from tests.app.engine.tensor_parallel.thread_ranks import ThreadRanks, thread_ranks
 from tests.conftest import VOCAB_SIZE, MakeCheckpoint
@@ -114,7 +114,7 @@ def test_a_lost_peer_ends_requests_with_an_error(number: signal.Signals, folder:
         engine.report()
     assert asyncio.run(ask(engine, 0)) == "unavailable"
     engine.close()
-    engine._engine.check_integrity()
+    engine.driver.engine.check_integrity()
     assert not any(map(is_there, Children.latest.pids))
 
 
@@ -189,21 +189,12 @@ def test_ranks_that_cannot_be_started(folder: Path) -> None:
         Engine(config(folder), fail)
 
 
-def test_an_interrupted_step_ends_the_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_ends_the_ranks(folder: Path) -> None:
     """The next step's collectives met those of the step that Ctrl-C had interrupted."""
-    forward = ModelRunner.run
-
-    def interrupt(*arguments: Any) -> Any:
-        if threading.current_thread() is threading.main_thread():  # the peers go on
-            raise KeyboardInterrupt
-        return forward(*arguments)
-
     engine = Engine(config(folder), thread_ranks)
     engine.submit("0", [1, 2, 3], GREEDY)
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "run", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
+    with broken_layer(engine, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):  # the peers go on
+        engine.step()
     with pytest.raises(UnavailableError):
         engine.step()
     engine.check_integrity()

@@ -134,7 +134,8 @@ def test_ranks_share_gpus_where_the_environment_says_so(
 def test_ranks_go_round_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: `spawn_ranks` refused two ranks on a machine with one GPU, and would have given rank 1 cuda:1."""
     settings = EngineConfig(model="builtin", device="cuda", tensor_parallel_size=2).on_device("cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    devices = ["one"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
     children, pipe = ChildProcesses(0), io.BytesIO()
     children._children = [SimpleNamespace(stdin=pipe)]  # type: ignore[list-item]
     spec = RankSpec(settings, 1, SocketAddress(HOST, 1, b""), (HOST, 2), HOST, None, may_kill_leader=False)
@@ -143,7 +144,7 @@ def test_ranks_go_round_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     children.run([replace(spec, sharing="gloo")])
     sent: RankSpec = pickle.loads(pipe.getvalue())
     assert rank_device(sent.config, sent.rank, sent.sharing) == torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    devices.append("another")
     assert [rank_device(settings, rank, "nccl").index for rank in range(4)] == [0, 1, 0, 1]
     assert rank_device(settings, 3, None) == torch.device("cuda", 3)
     assert rank_device(EngineConfig(model="builtin").on_device("cpu"), 3, None) == CPU
@@ -183,18 +184,18 @@ def test_all_use_gloo_if_a_single_rank_cannot_map_the_memory(
 
 def test_a_process_of_that_number_on_another_machine() -> None:
     """Its files are not opened, or found to be another group's."""
-    size = rendezvous.shared_group_bytes(2)
-    assert rendezvous._open_memory("/proc/self/fd/999999", size, b"name", 2) is None
-    assert rendezvous._open_memory("/proc/self/exe", size, b"name", 2) is None
+    size, open_memory = rendezvous.shared_group_bytes(2), rendezvous._open_memory
+    assert open_memory("/proc/self/fd/999999", size, b"name", 2) is None
+    assert open_memory("/proc/self/exe", size, b"name", 2) is None
     fd = os.memfd_create("folio-ranks")
     try:
         path = f"/proc/self/fd/{fd}"
-        assert rendezvous._open_memory(path, size, b"name", 2) is None  # too short
+        assert open_memory(path, size, b"name", 2) is None  # too short
         os.ftruncate(fd, size + 4)
-        assert rendezvous._open_memory(path, size, b"name", 2) is None
+        assert open_memory(path, size, b"name", 2) is None
         os.pwrite(fd, b"name", size)
-        assert rendezvous._open_memory(path, size, b"name", 2) is not None
-        assert rendezvous._open_memory(path, size, b"name", 3) is None  # of another number of ranks
+        assert open_memory(path, size, b"name", 2) is not None
+        assert open_memory(path, size, b"name", 3) is None  # of another number of ranks
     finally:
         os.close(fd)
 

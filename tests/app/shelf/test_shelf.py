@@ -259,7 +259,7 @@ async def test_requests_are_bounded_by_what_other_models_leave(models: TinyModel
                 await put_to_sleep(shelf, name)
             most = engine.context_tokens
             assert 70 <= most < 128
-            message = rf"length is {most} tokens\..* It is 128 .* raise device_memory_bytes"
+            message = rf"length is {most} tokens\..* The limit is 128 .* raise device_memory_bytes"
             for prompt, max_tokens in ((tokens(30), most - 29), (tokens(most), None), (tokens(120), 1)):
                 with pytest.raises(ContextLengthError, match=message):
                     await outputs(shelf.model(name), prompt, replace(GREEDY, max_tokens=max_tokens))

@@ -155,6 +155,17 @@ def test_a_sequence_may_be_freed_before_its_step_ends(make: Make) -> None:
     assert memory.report().cached_bytes == 0
 
 
+def test_units_of_a_failed_launch_are_forgotten(make: Make) -> None:
+    memory = make()
+    sequence = submit(memory, Tokens(memory.prefixes.chain(), prompt(50)))
+    units = memory.prefixes.commit_prefixes()
+    match = memory.prefixes.match(memory.prefixes.chain(), prompt(60))
+    assert (len(units), match.num_tokens) == (3 * len(memory.groups), 48)
+    memory.prefixes.discard_prefixes(units)
+    assert memory.prefixes.match(memory.prefixes.chain(), prompt(60)).num_tokens == 0
+    memory.free(sequence)
+
+
 def test_a_fork_of_a_chain_goes_on_with_tokens_of_its_own(make: Make) -> None:
     memory = make()
     parent, expected = memory.prefixes.chain(), memory.prefixes.chain()

@@ -94,6 +94,7 @@ def test_nothing_accumulates_without_reports() -> None:
     for i in range(100):
         fleet.note_ended(send(fleet, "a", 100.0 + i), 100.5 + i)
     assert fleet.num_known_prefixes == 0
+    assert fleet.num_requests(["a"], 250.0) == [0]  # its own, since the report is old
     fleet.apply_report("a", report(300.0), 300.0)
     assert num_requests(fleet, "a", 300.0) == [0]
 

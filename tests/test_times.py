@@ -189,7 +189,7 @@ def test_some_files_run_every_third_day_or_when_they_are_named(arguments: tuple[
     [
         ("tests/e2e/test_server.py::test_chat", "cluster"),
         ("tests/hostile/test_hostile.py::test_it[a::b]", "cluster"),
-        ("tests/e2e/test_serve.py::test_it", "e2e/test_serve.py"),
+        ("tests/e2e/test_nodes.py::test_it", "e2e/test_nodes.py"),
         ("tests/vmem/test_lock.py::test_it", "vmem/test_lock.py"),
     ],
 )
@@ -218,7 +218,7 @@ def test_the_process_with_the_cluster_does_nothing_else(num_nodes: int) -> None:
     option = SimpleNamespace(loadscopereorder=False)
     config: Any = SimpleNamespace(option=option, getvalue=lambda _: ["popen"] * num_nodes)
     scheduler = Selection(config).pytest_xdist_make_scheduler(config, None)
-    tests = ["tests/e2e/test_server.py::a", "tests/hostile/test_hostile.py::a", "tests/e2e/test_serve.py::a"]
+    tests = ["tests/e2e/test_server.py::a", "tests/hostile/test_hostile.py::a", "tests/e2e/test_nodes.py::a"]
     tests += [f"tests/test_{file}.py::{i}" for file in range(9) for i in range(4)]
     nodes = [_Node() for _ in range(num_nodes)]
     for node in nodes:

@@ -127,7 +127,9 @@ class EngineDriver:
     @property
     def arriving(self) -> tuple[tuple[int, int], ...]:
         """`Stream.load` of the requests that the engine takes before its next step."""
-        return tuple(self._arriving.values())
+        # The step thread removes requests meanwhile. A copy is atomic; making a tuple may run the garbage collector and
+        # with it other threads.
+        return tuple(self._arriving.copy().values())
 
     def progress(self) -> dict[str, Progress]:
         """See `LoadReporter.progress`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,6 +85,26 @@ def test_a_closed_event_loop_frees_its_pages(engine: AsyncEngine) -> None:
     asyncio.run(until_all_is_free(engine))
     assert engine.healthy
     assert len(asyncio.run(collect(engine, [1, 2]))) == 30
+
+
+def test_requests_may_begin_while_they_are_counted(engine: AsyncEngine) -> None:
+    """Regression: a request failed with "dictionary changed size during iteration", where the garbage collector ran."""
+    arriving = engine.driver._arriving
+    arriving |= {f"request {i}": (1, 0) for i in range(200)}
+
+    def begin(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and arriving:
+            arriving.popitem()
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(begin)
+    gc.set_threshold(1)
+    try:
+        while arriving:
+            assert len(engine.driver.arriving) >= len(arriving)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(begin)
 
 
 async def test_invalid_requests_raise_before_the_first_delta(engine: AsyncEngine) -> None:

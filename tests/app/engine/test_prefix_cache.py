@@ -208,7 +208,7 @@ def test_forks_that_cannot_run_together_are_refused(counted: Counted) -> None:
     counted.engine.submit("parent", tokens(40), SamplingParams(max_tokens=900))
     counted.engine.memory.pages.budget = 70
     for parent, child, said in (
-        ("nobody", "child", "is not here"),
+        ("nobody", "child", "is no longer kept"),
         ("parent", "parent", "in use"),
         ("parent", "child", "do not fit"),
     ):

@@ -509,5 +509,5 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
 def test_ranks_have_no_store(tmp_path: Path) -> None:
     config = EngineConfig(model="builtin", tensor_parallel_size=2).on_device("cpu")
     comm: Any = object()
-    with pytest.raises(ConfigError, match="for one rank"):
+    with pytest.raises(ConfigError, match="has one rank"):
         load_model(config, comm, WeightStore(tmp_path))

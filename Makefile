@@ -8,7 +8,7 @@ OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 
 # The tests of a file share a process, and so do those of the Ray cluster; the slow files start first (tests/selection.py).
 PYTEST := RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-# One more process than cores: the one with the Ray clusters waits for them most of the time.
+# One more process than cores: the one with the Ray cluster waits for it most of the time.
 WITH_RAY := -n $(shell expr $$(nproc) + 1)
 NIGHTLY := --hypothesis-profile=nightly -o faulthandler_timeout=14400
 

@@ -18,9 +18,10 @@ from tests.times import SLOW_S, TESTS, read_record
 # A Ray cluster each.
 WITH_RAY = ("e2e", "hostile")
 CLUSTER = "cluster"  # the name of what shares one
-# Files that start clusters of their own in the process of the tests. All others in these folders run in one process, so
-# that one at a time starts what takes much of the machine; most share a cluster (`cluster_url`).
-OWN_CLUSTER = frozenset(f"e2e/{name}.py" for name in ("test_nodes", "test_offline_bundle"))
+# Files that start clusters of their own; all others in these folders share one (`cluster_url`), and run in one process.
+OWN_CLUSTER = frozenset(
+    f"e2e/{name}.py" for name in ("test_lifetime", "test_nodes", "test_offline_bundle", "test_serve")
+)
 # Files that share an application, too, and so come one after the other, the attacks last.
 ONE_APPLICATION = ("e2e/test_server.py", "e2e/test_grpc.py", "e2e/test_docs.py", "hostile/test_hostile.py")
 # Of `seed`, so many values in a row compile the same kernels (PROBLEMS_PER_SHAPE of test_triton).

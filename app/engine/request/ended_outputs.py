@@ -12,7 +12,8 @@ from folio.app.engine.sampling.params import SamplingParams
 
 # Most outputs in `EndedOutputs`, and most tokens of these with their prompts.
 _ENDED_OUTPUTS, _ENDED_TOKENS = 2000, 1 << 20
-# Placeholder: a fork has its own parameters, and schemas or biases would take more bytes than the tokens.
+# Parameters of every ended output. A fork brings its own, and a request's schema or biases may take more bytes than its
+# tokens.
 _PARAMS = SamplingParams()
 
 

@@ -49,8 +49,8 @@ PAGE = 4096
 def driver(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInDriver]:
     """Shelves are on this device, with small pages; models still compute on the CPU.
 
-    Regression: work was finished only where somebody waited for it. Where all asked and nobody waited, memory to be
-    given back after that work was awaited for ever."""
+    On a GPU launched work ends by itself. On the stand-in driver it ends where a thread waits for it, and here after
+    each query, too: what is given back after that work is only asked for, and no thread may wait."""
     for name in NAMES:
         models.reference(name)  # whose memory stays on the CPU
     made = StandInDriver(DEVICE_BYTES)

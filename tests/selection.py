@@ -81,6 +81,11 @@ class Selection:
             """The tests of a file share a process, and so do those of the shared cluster, which does nothing else: no
             other test meets Ray's threads and handlers there."""
 
+            @property
+            def nodes(self) -> list[Any]:
+                """In order: the first gets the tests of the clusters, and has all cores (tests/__init__.py)."""
+                return sorted(super().nodes, key=lambda node: str(node.gateway.id))
+
             def _split_scope(self, nodeid: str) -> str:
                 return scope_of(nodeid)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -206,10 +207,13 @@ def outputs_of(deltas: Iterable[Delta]) -> Outputs:
     return [found[index] for index in sorted(found)]
 
 
-def mappings(inode: int | None = None) -> dict[int, str]:
-    """Address → line of this process's mappings of weights, and of the KV memory in a memfd."""
+def mappings(memfd: os.stat_result | None = None) -> dict[int, str]:
+    """Address → line of this process's mappings of weights, and of the KV memory in `memfd`."""
+    marks = [".weights", "folio-weights"]
+    if memfd is not None:  # a file of another file system may have the same inode
+        marks.append(f" {os.major(memfd.st_dev):02x}:{os.minor(memfd.st_dev):02x} {memfd.st_ino} ")
     lines = Path("/proc/self/maps").read_text().splitlines()
-    found = [line for line in lines if ".weights" in line or "folio-weights" in line or f" {inode} " in line]
+    found = [line for line in lines if any(mark in line for mark in marks)]
     return {int(line.partition("-")[0], 16): line for line in found}
 
 

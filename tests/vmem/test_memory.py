@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -417,6 +418,26 @@ def test_what_an_earlier_sequence_has_left_is_replaced_beside_the_step(
     memory.append(sequence, 256)
     step(memory, sequence, 64, 256)
     assert memory.report().num_exposed == exposed
+
+
+def test_a_unit_of_work_changes_few_pages(still: Make) -> None:
+    memory = still(num_regions=1, max_tokens=256)
+    memory.free(run(memory, list(range(256)), policy="region"))
+    memory.policy.unit_pages = 4
+    sequence = begin(memory, 64)
+    memory.plan([StepDemand(sequence, 64, 256)])
+    unmapped = [memory.report().unmap_calls]
+    while do_background(memory, most=1):
+        unmapped.append(memory.report().unmap_calls)
+    assert {after - before for before, after in pairwise(unmapped)} == {0, 4}
+
+
+def test_a_truncation_within_the_last_block_keeps_what_is_to_come(still: Make) -> None:
+    memory = still()
+    sequence = begin(memory, 64)
+    memory.plan([StepDemand(sequence, 64, 128)])
+    memory.truncate(sequence, 60)
+    assert sequence.groups[0].region.wanted == 128 // BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,18 @@ def test_a_match_with_an_announced_prefix_says_wait(make: Make) -> None:
     assert not memory.prefixes.match(memory.prefixes.chain(), other).is_being_computed
 
 
+def test_a_staged_unit_says_wait_until_it_has_a_state(make: Make) -> None:
+    memory = make(stateful=True)
+    tokens = Tokens(memory.prefixes.chain(), prompt(32))
+    writer = memory.create_sequence("block_table")
+    memory.share_prefix(writer, tokens.chain, tokens.ids)
+    memory.append(writer, 32)
+    memory.prefixes.stage_prefix(writer, tokens.ids, 0, 32)
+    assert memory.prefixes.match(memory.prefixes.chain(), prompt(40)).is_being_computed
+    memory.prefixes.abort_prefixes()
+    assert not memory.prefixes.match(memory.prefixes.chain(), prompt(40)).is_being_computed
+
+
 def test_a_sequence_may_be_freed_before_its_step_ends(make: Make) -> None:
     """Nobody shares its units."""
     memory = make()

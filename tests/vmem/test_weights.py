@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,6 +133,13 @@ def test_a_process_maps_and_unmaps_many_times_without_leftovers(file: int) -> No
         weights.map(file, OFFSET)
         weights.close()
     assert num_mappings() <= before + 5
+
+
+def test_new_kernels_populate_mappings(file: int) -> None:
+    weights = FileRange(NUM_BYTES)
+    weights.map(file, OFFSET)
+    assert host_calls.populate(weights.reserved) == ([int(n) for n in platform.release().split(".")[:2]] >= [5, 14])
+    weights.close()
 
 
 def test_read_ahead_without_populate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,6 +307,16 @@ def test_a_new_prompt_passes_those_of_the_running_ones_that_are_due_later(
     assert [r.num_computed for r in engine.scheduler.unfinished()] == [256, 128, 128]
 
 
+def test_a_prompt_that_must_wait_costs_the_others_no_token(make: MakeEngine) -> None:
+    engine = make(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=600)
+    rng = random.Random(8)
+    engine.submit("first", ids(rng, 300), greedy(1, prompt_logprobs=0))  # all rows of logits
+    engine.submit("second", ids(rng, 301), greedy(1, prompt_logprobs=0))
+    engine.submit("third", ids(rng, 500), greedy(1))
+    engine.step()
+    assert [r.num_computed for r in engine.scheduler.unfinished()] == [128, 0, 128]
+
+
 def test_the_step_that_completes_a_prefix_admits_who_waits_for_it(make: MakeEngine, expect_steps: ExpectSteps) -> None:
     """Regression: the request was looked up before that step's prompts were scheduled, and not again behind them."""
     engine = make(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=600)

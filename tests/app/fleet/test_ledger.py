@@ -267,6 +267,14 @@ def test_memory_follows_the_demand_without_oscillation() -> None:
     assert talk.round(20) == [500, 500]
 
 
+def test_members_that_have_just_what_they_need_are_left_alone() -> None:
+    talk = Talk(500, 500)
+    talk.round(6)
+    shared_at = talk.ledger.shared_at
+    talk.round(20)
+    assert talk.ledger.shared_at == shared_at
+
+
 def test_small_gains_move_no_memory() -> None:
     """Under pressure too: the fair share, 539 bytes, is less than a twentieth of the capacity more than 500."""
     talk = Talk(100, 100)

@@ -86,7 +86,7 @@ QUICK = Sizes(
     num_layers=4,
     pairs=10,
     repeats=1,
-    capacity_rounds=2,
+    capacity_rounds=3,
     loads=(0.5, 0.9),
     load_s=3.0,
     trace_probe=20,
@@ -157,8 +157,10 @@ async def capacity(
     asks = arrivals.asks(lengths(sizes.capacity_rounds * SATURATING, seed), QWEN_VOCABULARY, seed)
     records = await closed_loop(target, asks, SATURATING)
     rate_of(records)
-    begin_s = max(record.events[0][0] for record in records[:SATURATING])
-    return latency.tokens_per_s(records, begin_s, records[-1].due_s)
+    begin_s, end_s = max(record.events[0][0] for record in records[:SATURATING]), records[-1].due_s
+    if begin_s >= end_s:
+        raise RuntimeError("the last request was sent before the first ones had begun to answer: raise capacity_rounds")
+    return latency.tokens_per_s(records, begin_s, end_s)
 
 
 async def sweep(

@@ -18,10 +18,11 @@ from tests.times import SLOW_S, TESTS, read_record
 # A Ray cluster each.
 WITH_RAY = ("e2e", "hostile")
 CLUSTER = "cluster"  # the name of what shares one
-# Files that start clusters of their own; all others in these folders share one (`cluster_url`), and run in one process.
+# Files that start clusters of their own; all others in these folders share one (`cluster_url`).
 OWN_CLUSTER = frozenset(
     f"e2e/{name}.py" for name in ("test_lifetime", "test_nodes", "test_offline_bundle", "test_serve")
 )
+_CLUSTERS = OWN_CLUSTER | {CLUSTER}
 # Files that share an application, too, and so come one after the other, the attacks last.
 ONE_APPLICATION = ("e2e/test_server.py", "e2e/test_grpc.py", "e2e/test_docs.py", "hostile/test_hostile.py")
 # Of `seed`, so many values in a row compile the same kernels (PROBLEMS_PER_SHAPE of test_triton).
@@ -55,13 +56,14 @@ class Selection:
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """The shared cluster's tests first, then the slowest files, by their recorded times, so that no process is left
-        with one at the end."""
+        with one at the end; last, files with clusters of their own, which go to the shared cluster's process."""
         recorded = read_record()
 
-        def place(item: pytest.Item) -> tuple[bool, int, float]:
+        def place(item: pytest.Item) -> tuple[int, int, float]:
             file = str(item.path.relative_to(TESTS))
             shares = ONE_APPLICATION.index(file) if file in ONE_APPLICATION else len(ONE_APPLICATION)
-            return scope_of(f"{TESTS.name}/{file}") == file, shares, -recorded.get(file, 0.0)
+            rank = 2 if file in OWN_CLUSTER else scope_of(f"{TESTS.name}/{file}") == file
+            return rank, shares, -recorded.get(file, 0.0)
 
         for item in items:
             if item.path.relative_to(TESTS).parts[0] in WITH_RAY:
@@ -78,8 +80,8 @@ class Selection:
         from xdist.scheduler import LoadFileScheduling
 
         class OneClusterPerRun(LoadFileScheduling):
-            """The tests of a file share a process, and so do those of the shared cluster, which does nothing else: no
-            other test meets Ray's threads and handlers there."""
+            """The tests of a file share a process. One process has all those with clusters, and nothing else: no other
+            test meets Ray's threads and handlers there, or waits as these do."""
 
             @property
             def nodes(self) -> list[Any]:
@@ -90,10 +92,14 @@ class Selection:
                 return scope_of(nodeid)
 
             def _reschedule(self, node: Any) -> None:
-                if CLUSTER not in self.assigned_work[node] or len(self.nodes) == 1:
-                    super()._reschedule(node)
-                elif not node.shutting_down:
-                    node.shutdown()  # after the tests that it has
+                has_cluster = [n for n in self.nodes if not _CLUSTERS.isdisjoint(self.assigned_work[n])]
+                if has_cluster and len(self.nodes) > 1:
+                    mine = (scope for scope in self.workqueue if (scope in _CLUSTERS) == (node in has_cluster))
+                    if (scope := next(mine, None)) is not None:
+                        self.workqueue.move_to_end(scope, last=False)
+                    elif not node.shutting_down:
+                        node.shutdown()  # after the tests that it has
+                super()._reschedule(node)
 
         return OneClusterPerRun(config, log)
 

@@ -213,13 +213,14 @@ class _Node:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3])
-def test_the_process_with_the_cluster_does_nothing_else(num_nodes: int) -> None:
+def test_the_process_with_the_cluster_has_all_clusters_and_nothing_else(num_nodes: int) -> None:
     """Unless there is no other one."""
     option = SimpleNamespace(loadscopereorder=False)
     config: Any = SimpleNamespace(option=option, getvalue=lambda _: ["popen"] * num_nodes)
     scheduler = Selection(config).pytest_xdist_make_scheduler(config, None)
-    tests = ["tests/e2e/test_server.py::a", "tests/hostile/test_hostile.py::a", "tests/e2e/test_nodes.py::a"]
-    tests += [f"tests/test_{file}.py::{i}" for file in range(9) for i in range(4)]
+    with_ray = ["tests/e2e/test_server.py::a", "tests/hostile/test_hostile.py::a"]
+    own = [f"tests/e2e/{file}.py::{i}" for file in ("test_nodes", "test_serve") for i in range(3)]
+    tests = [*with_ray, *(f"tests/test_{file}.py::{i}" for file in range(9) for i in range(4)), *own]
     nodes = [_Node() for _ in range(num_nodes)]
     for node in nodes:
         scheduler.add_node(node)
@@ -234,5 +235,5 @@ def test_the_process_with_the_cluster_does_nothing_else(num_nodes: int) -> None:
                 scheduler.mark_test_complete(node, index)
     assert sorted(index for node in nodes for index in node.given) == list(range(len(tests)))
     [with_cluster] = [node for node in nodes if 0 in node.given]
-    assert len(with_cluster.given) == (len(tests) if num_nodes == 1 else 2)
+    assert len(with_cluster.given) == (len(tests) if num_nodes == 1 else len(with_ray) + len(own))
     assert all(node.shutting_down for node in nodes)

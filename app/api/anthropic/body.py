@@ -51,7 +51,7 @@ class ToolParam(Cacheable):
 def _tag_of_tool(tool: Any) -> str:
     if not isinstance(tool, dict):
         return "other" if isinstance(tool, OtherTool) else "custom"
-    return "custom" if tool.get("type") in (None, "custom") or "input_schema" in tool else "other"
+    return "custom" if tool.get("type") in (None, "custom", "function") or "input_schema" in tool else "other"
 
 
 AnyTool = Annotated[

@@ -318,6 +318,14 @@ def test_every_error_has_anthropics_form(
     assert "request-id" not in other.headers
 
 
+def test_a_tool_in_openais_form_is_refused() -> None:
+    """Regression: it answered 500."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+    answer = post(Long("x"), MESSAGES, messages=[USER], tools=[tool])
+    missing = "tools[0].name: is missing; tools[0].input_schema: is missing"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, missing)
+
+
 @pytest.mark.parametrize(
     ("last", "end"),
     [

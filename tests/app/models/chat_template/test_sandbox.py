@@ -82,7 +82,7 @@ HOSTILE = {
     "split": "{{ ('x ' * 8000000).split() | length }}",
     "split lines": "{{ ('\\n' * 8000000).splitlines() | length }}",
     "a date": "{{ strftime_now('%Y' * 100000000) }}",
-    "a list of characters": "{% for i in range(9999) %}{% set t = ('x' * 16000000) | list %}{% endfor %}",
+    "a list of characters": "{% for i in range(9999) %}{% set t = ('x' * 4000000) | list %}{% endfor %}",
     "equal texts": "{% set a = 'x' * 16000000 %}{% set b = 'x' * 16000000 %}"
     "{% for i in range(99999) if a == b %}x{% endfor %}",
     "the interpreter": "{{ ''.__class__.__mro__[1].__subclasses__() | length }}",

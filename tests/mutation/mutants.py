@@ -25,7 +25,9 @@ class Mutant:
     original: str  # its first line, stripped; with `file` and `operator` the key in mutants.toml
     operator: str
     source: str
-    function: str  # the qualified name of the function or method around it; empty at the level of module and class
+    # The qualified name of the function or method around it; empty at the level of module and class, and where results
+    # are cached, so that not all tests that need them call it.
+    function: str
 
     @property
     def mutated(self) -> str:
@@ -82,7 +84,8 @@ def places(
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             if node.name in skipped_functions:
                 return
-            function = function or f"{scope}{node.name}"
+            if not any("cache" in ast.unparse(decorator) for decorator in node.decorator_list):
+                function = function or f"{scope}{node.name}"
             returns_bool = isinstance(node.returns, ast.Name) and node.returns.id == "bool"
     yield node, function, returns_bool
     for name, value in ast.iter_fields(node):

@@ -58,11 +58,13 @@ def test_what_people_read_and_type_hints_stay(tmp_path: Path, code: str) -> None
 
 
 def test_the_function_around_a_mutant(tmp_path: Path) -> None:
-    """The outermost one, as the qualified names of its code begin (`Measure.calls`); none where a class is made."""
+    """The outermost one, as the qualified names of its code begin (`Measure.calls`); none where a class is made, or
+    results are cached."""
     code = "class A:\n    x = 1\n    class B:\n        def f(self, a=2):\n            def g():\n                b < 3\n"
+    code += "@cache\ndef h():\n    b < 4\n"
     (tmp_path / "code.py").write_text(code)
     functions = {m.line: m.function for _, m in mutants_of(tmp_path, "code.py", [], 1)}
-    assert functions == {2: "", 4: "A.B.f", 6: "A.B.f"}
+    assert functions == {2: "", 4: "A.B.f", 6: "A.B.f", 9: ""}
 
 
 def test_a_sample_stays_when_lines_move(tmp_path: Path) -> None:

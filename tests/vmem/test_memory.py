@@ -470,7 +470,9 @@ def test_a_prompt_that_never_begins_keeps_no_memory(make: Make, idle_release_s: 
     until(lambda: memory.report().num_hidden > 0)
     until(lambda: memory.report().physical_bytes == 0)
     num_hidden = memory.report().num_hidden
+    begun = time.monotonic()
     memory.wait_for_progress(0.1)  # which nothing interrupts
+    assert time.monotonic() - begun >= 0.1
     assert (memory.report().num_hidden, memory.report().physical_bytes) == (num_hidden, 0)
 
 

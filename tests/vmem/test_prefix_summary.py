@@ -6,16 +6,12 @@ import itertools
 
 import pytest
 
-from folio.vmem import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, IntegrityError, key_of
+from folio.vmem import CHANGE_BYTES, KEY_BYTES, NO_KEYS, CachedKeys, IntegrityError, key_of, split_keys
 from folio.vmem.prefix.prefix_summary import MOST_CHANGES, PrefixSummary
 from tests.vmem.conftest import Make
 from tests.vmem.sequences import serve
 
 UNIT = 16
-
-
-def split(keys: bytes) -> set[bytes]:
-    return {keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)}
 
 
 def keys_of(summary: PrefixSummary, most: int) -> CachedKeys:
@@ -38,7 +34,7 @@ def test_all_keys_while_there_are_few() -> None:
         summary.add(digest(depth), depth)
     cached = keys_of(summary, 8)
     assert cached.stride == 1
-    assert split(cached.keys) == {key_of(digest(depth)) for depth in range(1, 9)}
+    assert set(split_keys(cached.keys)) == {key_of(digest(depth)) for depth in range(1, 9)}
     assert keys_of(summary, 0).keys == b""
 
 
@@ -48,7 +44,7 @@ def test_depths_that_are_no_multiples_go_first() -> None:
         summary.add(digest(depth), depth)
     cached = keys_of(summary, 30)
     assert cached.stride == 4
-    assert split(cached.keys) == {key_of(digest(depth)) for depth in range(4, 101, 4)}
+    assert set(split_keys(cached.keys)) == {key_of(digest(depth)) for depth in range(4, 101, 4)}
 
 
 def test_never_more_than_asked_for() -> None:
@@ -56,7 +52,7 @@ def test_never_more_than_asked_for() -> None:
     summary = PrefixSummary()
     for i in range(1000):
         summary.add(digest(i), 512)
-    assert len(split(keys_of(summary, 100).keys)) == 100
+    assert len(split_keys(keys_of(summary, 100).keys)) == 100
 
 
 def test_versions_and_removal() -> None:
@@ -69,7 +65,7 @@ def test_versions_and_removal() -> None:
     assert after.version == before.version + 2
     assert after.keys == before.keys
     assert changes_of(after) == {key_of(digest(2)): True, key_of(digest(1)): False}
-    assert split(keys_of(summary, 8).keys) == {key_of(digest(2))}
+    assert set(split_keys(keys_of(summary, 8).keys)) == {key_of(digest(2))}
     summary.check_integrity({(key_of(digest(2)), 2)})
     with pytest.raises(IntegrityError):
         summary.check_integrity({(key_of(digest(1)), 1)})
@@ -81,7 +77,7 @@ def test_two_prefixes_with_one_key() -> None:
     summary.add(digest(1), 1)
     summary.add(digest(1)[:KEY_BYTES] + b"another", 3)
     summary.remove(digest(1), 1)
-    assert split(keys_of(summary, 8).keys) == {key_of(digest(1))}
+    assert set(split_keys(keys_of(summary, 8).keys)) == {key_of(digest(1))}
 
 
 def test_keys_are_put_together_now_and_then() -> None:
@@ -96,7 +92,7 @@ def test_keys_are_put_together_now_and_then() -> None:
         before, cached, since = cached, summary.keys(most, cached, since), summary.num_changes
         assert len(cached.changes) <= MOST_CHANGES * CHANGE_BYTES
         anew += cached.keys is not before.keys
-        known = split(cached.keys) | changes_of(cached).keys()
+        known = set(split_keys(cached.keys)) | changes_of(cached).keys()
         assert known == {key_of(digest(j)) for j in range(i + 100)}
     assert 1 < anew <= 1 + 10_000 // (MOST_CHANGES // 2)
     assert len(cached.changes) >= MOST_CHANGES // 2 * CHANGE_BYTES
@@ -108,7 +104,7 @@ def test_too_many_changes_for_one_answer() -> None:
     for i in range(MOST_CHANGES + 1):
         summary.add(digest(i), 1)
     second = summary.keys(100_000, first, 0)
-    assert len(split(second.keys)) == MOST_CHANGES + 1
+    assert len(split_keys(second.keys)) == MOST_CHANGES + 1
     assert not second.changes
     assert second.version > first.version
 
@@ -132,6 +128,6 @@ def test_the_stride_does_not_flutter() -> None:
 def test_cached_keys_name_the_prefixes_that_a_prompt_would_hit(make: Make, windowed: bool) -> None:
     memory = make(windowed=windowed)
     keys = serve(memory, list(range(5 * UNIT)))
-    assert split(memory.prefixes.cached_keys(100).keys) == set(keys)
+    assert set(split_keys(memory.prefixes.cached_keys(100).keys)) == set(keys)
     serve(memory, list(range(1000, 1000 + 9 * UNIT)))
     serve(memory, list(range(2000, 2000 + 9 * UNIT)))

@@ -449,6 +449,18 @@ def test_a_failed_swap_in_loses_nothing(make: Make) -> None:
     check(memory, sequence, Tokens(memory.prefixes.chain(), prompt(100)))
 
 
+def test_a_sequence_without_a_region_is_not_swapped_in(make: Make) -> None:
+    memory = make(num_pages=40, num_regions=1, swap_pages=20, prefix_cache=False)
+    swapped = memory.swap_out([run(memory, prompt(64), policy="region")])
+    other = run(memory, prompt(32, 1), policy="region")
+    before = memory.report()
+    with pytest.raises(VmemError, match="region"):
+        memory.swap_in(swapped)
+    assert memory.report().active_bytes == before.active_bytes
+    memory.free(other)
+    memory.swap_in(swapped)
+
+
 def test_blocks_still_cached_are_not_copied_in(make: Make) -> None:
     memory = make(num_pages=40, swap_pages=20)
     sequence = run(memory, prompt(64))

@@ -277,6 +277,27 @@ def test_a_refused_request_is_reported_early_unless_there_is_one_ingress(num_ing
     assert len(early) == num_ingresses - 1
 
 
+def test_a_half_used_lease_is_reported_early() -> None:
+    early: list[int] = []
+    ingress = IngressLimits(Clock())
+    ingress.num_ingresses, ingress.on_early_report = 2, lambda: early.append(1)
+    limit = ingress.add_limit("key", 60)
+    limit.apply_grant(LimitGrant(60.0, 20.0, 0.0))
+    for amount, num_early in ((10.0, 0), (1.0, 1)):
+        assert limit.try_take(amount) == 0
+        assert len(early) == num_early
+
+
+def test_a_removed_limit_is_unknown() -> None:
+    ingress, unknown = IngressLimits(Clock()), list[str]()
+    quota = Quota(RateLimits(requests_per_minute=4), ingress, "key:a")
+    ingress.on_unknown = unknown.append
+    for limits in (RateLimits(requests_per_minute=5), RateLimits()):
+        quota.set_limits(limits)
+        ingress.apply_answer(LimitAnswer(2, 0.5, {"key:a/requests": LimitGrant(1.0, 0.0, 0.0)}, is_new=False))
+    assert unknown == ["key:a/requests"]
+
+
 def test_a_ledger_that_does_not_know_the_ingress_gets_the_limits_in_use() -> None:
     ingress = IngressLimits(Clock())
     used, _ = (ingress.add_limit(name, 60) for name in ("used", "unused"))
@@ -325,6 +346,7 @@ def test_a_limit_of_which_less_than_half_is_left_is_announced(level: float, anno
     settle(ledger, "a", level=level)
     told = ledger.settle_usage("b", next(NUMBERS), {}).grants
     assert told == ({"key": LimitGrant(level, 0.0, level)} if announced else {})
+    assert ledger.settle_usage("b", next(NUMBERS), {}).grants == {}  # nothing has changed since
 
 
 def test_an_ingress_learns_its_share_of_all_requests() -> None:

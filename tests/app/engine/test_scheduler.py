@@ -307,6 +307,27 @@ def test_a_new_prompt_passes_those_of_the_running_ones_that_are_due_later(
     assert [r.num_computed for r in engine.scheduler.unfinished()] == [256, 128, 128]
 
 
+def test_decodes_go_ahead_of_tokens_that_are_not_known(make: MakeEngine) -> None:
+    """And what they compute is cached once it is known."""
+    engine = make(max_model_len=600, async_scheduling="on")
+    schedule, num_ahead = engine.scheduler.schedule, [0]
+
+    def counted(*args: Any, ahead: bool = False) -> list[Scheduled]:
+        scheduled = schedule(*args, ahead=ahead)
+        num_ahead[0] += ahead and len(scheduled)
+        return scheduled
+
+    engine.scheduler.schedule = counted  # type: ignore[method-assign]
+    prompt = ids(random.Random(3), 40)
+    engine.submit("first", prompt, greedy(100))
+    assert engine.scheduler.num_waiting == 1
+    tokens = tokens_of(run(engine)["first"])
+    assert num_ahead[0] >= 90
+    engine.submit("next", prompt + tokens, greedy(1))
+    assert run(engine)["next"][-1].num_cached_tokens == 128
+    assert engine.scheduler.num_waiting == 0
+
+
 def test_a_prompt_that_must_wait_costs_the_others_no_token(make: MakeEngine) -> None:
     engine = make(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=600)
     rng = random.Random(8)

@@ -275,6 +275,16 @@ def test_members_that_have_just_what_they_need_are_left_alone() -> None:
     assert talk.ledger.shared_at == shared_at
 
 
+def test_a_gain_of_a_twentieth_moves_memory() -> None:
+    ledger = BudgetLedger()
+
+    def budget_of(name: str, now: float) -> int:
+        return ledger.exchange(name, PROCESS, CAPACITY, MemberUsage(475, 0, 100, CAPACITY, 0), now).budget_bytes
+
+    assert [budget_of(name, 0.0) for name in "ab"] == [475, 475]
+    assert budget_of("a", REBALANCE_S) == 500
+
+
 def test_small_gains_move_no_memory() -> None:
     """Under pressure too: the fair share, 539 bytes, is less than a twentieth of the capacity more than 500."""
     talk = Talk(100, 100)

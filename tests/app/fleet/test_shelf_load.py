@@ -56,9 +56,9 @@ def test_a_budget_grows_into_what_no_request_uses() -> None:
     loads = {"busy": running, "idle": replace(tight, free_tokens=100), "asleep": running}
     loads["asleep"] = replace(loads["asleep"], budget_bytes=0, total_tokens=0, free_tokens=0, num_running=0)
     statuses = [status(n, s, weight_bytes=5000) for n, s in zip(loads, ("awake", "awake", "asleep"), strict=True)]
-    device = DeviceStatus(20_000, 0, 0, 0, workspace_bytes=1000)
+    device = DeviceStatus(20_009, 0, 0, 0, workspace_bytes=1000)
     reports = for_routers(loads, statuses, device)
-    # 19,000 bytes without the busy model's weights and 900 bytes of its requests; the idle one has weights, too.
+    # 19,009 bytes without the busy model's weights and 900 bytes of its requests; the idle one has weights, too.
     assert [(r.free_tokens, r.total_tokens) for r in reports.values()][:2] == [(1310, 1400), (810, 810)]
     apart = for_routers(loads, statuses)
     assert [(r.free_tokens, r.total_tokens) for r in apart.values()][:2] == [(10, 100), (100, 100)]

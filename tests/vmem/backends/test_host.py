@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from folio.vmem import HostBackend, MapError
+from folio.vmem import HostBackend, MapError, select_backend
 
 PAGE = 16384
 
@@ -49,6 +50,26 @@ def test_a_failed_map_leaves_holes() -> None:
         backend.destroy(handle)
     backend.release(reserved)
     backend.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, -PAGE, PAGE + 1])
+def test_sizes_are_whole_pages(backend: HostBackend, num_bytes: int) -> None:
+    with pytest.raises(MapError, match=f"{num_bytes} is not a positive multiple"):
+        backend.reserve(num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        pytest.param(
+            "cuda", "torch sees no CUDA device", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="")
+        ),
+        ("meta", "there is no memory backend for meta"),
+    ],
+)
+def test_a_device_that_is_not_here(device: str, message: str) -> None:
+    with pytest.raises(MapError, match=message):
+        select_backend(torch.device(device), capacity_bytes=PAGE)
 
 
 @pytest.mark.processes

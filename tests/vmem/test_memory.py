@@ -90,6 +90,29 @@ def test_the_mapping_budget_turns_regions_into_block_tables(still: Make) -> None
     assert memory.report().num_mappings <= 25 + NUM_ANCHORS
 
 
+def test_the_mapping_budget_counts_every_slice(still: Make) -> None:
+    num_slices = still(kind="per_layer").group_memories[0].num_slices
+    assert num_slices > 1
+    memory = still(kind="per_layer", max_mappings=9 * num_slices + NUM_ANCHORS)
+    assert begin(memory, 5 * BLOCK_TOKENS, "auto").view == "block_table"
+    memory = still(kind="per_layer", max_mappings=20 * num_slices + NUM_ANCHORS)
+    assert begin(memory, 5 * BLOCK_TOKENS, "auto").view == "region"
+
+
+def test_a_growth_that_fails_leaves_the_last_block_shared(still: Make) -> None:
+    memory = still(prefix_cache=False)
+    parent = begin(memory, 40, "block_table")
+    child = memory.fork(parent, 40, "block_table")
+    memory.backend.fail_at = memory.backend.num_calls + 4  # of the last block's copy a page has been created and mapped
+    with pytest.raises(MapError, match="injected"):
+        memory.append(child, 10 * BLOCK_TOKENS)
+    assert child.groups[0].block_ids == parent.groups[0].block_ids
+    memory.check_integrity()
+    memory.append(child, 48)
+    step(memory, child, 40, 48)
+    assert reads(memory, child, 48, "home")
+
+
 # ---- parked, adopted, aliased ----
 
 
@@ -636,6 +659,21 @@ def test_mapping_that_keeps_failing_is_raised(make: Make, caplog: pytest.LogCapt
     assert "failure 2 in a row" in caplog.text
     assert "failure 3 in a row" not in caplog.text  # the first, and ever fewer of the next
     until(lambda: memory.report().physical_bytes == PAGE_BYTES)
+
+
+def test_the_mapper_outlives_a_device_that_does_not_say_how_far_it_is(make: Make) -> None:
+    memory = make(idle_release_s=0.0)
+    sequence = begin(memory, 48)
+    completed = memory.backend.completed
+
+    def refuse(fence: int) -> bool:
+        raise MapError("injected")
+
+    memory.backend.completed = refuse  # type: ignore[method-assign]
+    memory.free(sequence)
+    until(lambda: memory.mapper.death is not None or memory.report().mapper_failures >= 2)
+    memory.backend.completed = completed  # type: ignore[method-assign]
+    until(lambda: memory.report().physical_bytes == 0)
 
 
 def test_a_dead_mapper_is_noticed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from folio.vmem import (
     VmemError,
 )
 from tests.vmem.conftest import Make
-from tests.vmem.sequences import check, compute, launch, prompt, run, serve, submit
+from tests.vmem.sequences import begin, check, compute, launch, prompt, reads, run, serve, submit
 from tests.vmem.small_memory import (
     PAGE_BYTES,
     FlakyCuda,
@@ -197,9 +197,10 @@ def test_the_prefix_of_a_swapped_sequence_is_cached_again(make: Make) -> None:
     run(memory, [*prompt(64), 1], found=64)
 
 
-def test_a_pinned_prefix_has_the_pins_blocks(make: Make) -> None:
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_pinned_prefix_has_the_pins_blocks(make: Make, stateful: bool) -> None:
     """Two sequences compute one prompt at once, and the one whose blocks are not cached is pinned."""
-    memory = make(num_pages=16)
+    memory = make(num_pages=20 if stateful else 16, stateful=stateful)
     begun = []
     for _ in range(2):
         tokens = Tokens(memory.prefixes.chain(), prompt(32))
@@ -447,6 +448,22 @@ def test_a_failed_swap_in_loses_nothing(make: Make) -> None:
     memory.free(filler)
     [sequence] = memory.swap_in(swapped)
     check(memory, sequence, Tokens(memory.prefixes.chain(), prompt(100)))
+
+
+def test_the_last_free_swap_space_is_used(make: Make) -> None:
+    memory = make(swap_pages=4, prefix_cache=False)
+    memory.swap_in(memory.swap_out([run(memory, prompt(64))]))
+
+
+def test_a_copy_that_is_due_is_made_before_a_swap(make: Make) -> None:
+    memory = make(swap_pages=20, prefix_cache=False)
+    parent = begin(memory, 40, "block_table")
+    child = memory.fork(parent, 40, "block_table")
+    memory.append(child, 48)
+    swapped = memory.swap_out([child])
+    memory.free(parent)
+    [child] = memory.swap_in(swapped)
+    assert reads(memory, child, 40, "home")
 
 
 def test_a_sequence_without_a_region_is_not_swapped_in(make: Make) -> None:

@@ -349,6 +349,15 @@ def test_a_limit_of_which_less_than_half_is_left_is_announced(level: float, anno
     assert ledger.settle_usage("b", next(NUMBERS), {}).grants == {}  # nothing has changed since
 
 
+def test_nothing_is_spare_where_all_is_asked_for() -> None:
+    clock = Clock()
+    ledger = LimitLedger(clock=clock)
+    for _ in range(3):
+        settle(ledger, "a", level=20.0, asked=1000.0)
+        clock.now += 0.25
+    assert ledger.settle_usage("b", next(NUMBERS), {}).grants["key"].spare == 0.0
+
+
 def test_an_ingress_learns_its_share_of_all_requests() -> None:
     """A tenth of all shares is the same for every ingress."""
     clock = Clock()

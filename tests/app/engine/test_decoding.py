@@ -376,7 +376,10 @@ def test_drafts_change_nothing(make_engine: MakeEngine, model: str, params: Samp
             if right and torch.rand(1, generator=random) < 0.5:
                 right[-1] = (right[-1] + 1) % VOCAB_SIZE
             drafts[request] = right[: request.max_tokens - done - 1]
-        return schedule(drafts, **ahead)
+        scheduled = schedule(drafts, **ahead)
+        decodes = [s for s in scheduled if s.start >= len(s.sequence.prompt_token_ids)]
+        assert all(s.num_tokens == 1 + len(s.drafts) for s in decodes), "what was accepted is not computed again"
+        return scheduled
 
     engine.scheduler.schedule = guessing  # type: ignore[method-assign]
     for request_id, tokens in prompts.items():

@@ -282,6 +282,18 @@ def test_a_cold_start_orders_no_more() -> None:
     assert queues.longest_s < 1.0
 
 
+def test_no_replica_is_spare_until_all_that_were_ordered_run() -> None:
+    targets = ScalingTargets()
+    policy = ScalingPolicy(targets, ScalingState(seen_at=1000.0, target=3, ordered_at=1000.0))
+    for now, is_spare in ((1001.0, False), (1000.0 + targets.start_s, True)):
+        policy.desired([IDLE], 3, now)
+        assert (policy.state.below_since is not None) == is_spare
+
+
+def test_a_step_that_is_too_long_without_decodes_has_room_for_no_number_of_them() -> None:
+    assert replace(IDLE, fixed_s=0.1).decodes_within(0.1) is None
+
+
 def test_a_flood_takes_few_orders() -> None:
     """From nothing to 7 s of work a second, with replicas that take 10 s to start."""
     flood, queues = fleet(start_s=10.0), Queues(lambda _: 7.0)

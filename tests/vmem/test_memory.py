@@ -443,6 +443,20 @@ def test_what_an_earlier_sequence_has_left_is_replaced_beside_the_step(
     assert memory.report().num_exposed == exposed
 
 
+def test_what_a_sequence_will_need_evicts_nothing_while_other_regions_have_blocks(still: Make) -> None:
+    memory = still(num_pages=12, num_regions=3, max_tokens=192)
+    memory.free(run(memory, list(range(64))))
+    memory.free(begin(memory, 128))
+    begin(memory, 16)
+    sequence = begin(memory, 16)  # in a region of its own
+    memory.plan([StepDemand(sequence, 16, 48)])
+    do_background(memory)
+    assert memory.report().evicted_blocks == 0
+    memory.append(sequence, 48)
+    step(memory, sequence, 16, 48)
+    assert reads(memory, sequence, 48, "region")
+
+
 def test_a_unit_of_work_changes_few_pages(still: Make) -> None:
     memory = still(num_regions=1, max_tokens=256)
     memory.free(run(memory, list(range(256)), policy="region"))

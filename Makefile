@@ -50,7 +50,7 @@ agents: $(VENV)/.dev $(AGENTS)/.installed kernels
 	$(BIN)/python -m tests.agents --real $(AGENTS)/smollm2; status=$$?; $(BIN)/python -m tools.clients && exit $$status
 
 mutants: $(VENV)/.dev kernels
-	@echo "==> Changing the code at 300 places, one at a time, to see whether the tests notice (an hour on 2 cores)"
+	@echo "==> Changing the code at 300 places, one at a time, to see whether the tests notice (half an hour on 2 cores)"
 	OMP_NUM_THREADS=1 nice -n 10 $(BIN)/python -m tests.mutation
 
 check: lint types

@@ -241,9 +241,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", help="of what is in mutants.toml, only these folders or files")
     parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=23)
+    parser.add_argument("--seed", type=int, default=49)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--at-least", type=float, default=0.9, help="the share that must be killed")
+    parser.add_argument("--at-least", type=float, default=0.95, help="the share that must be killed")
     arguments = parser.parse_args()
 
     config = tomllib.loads(CONFIG.read_text())

@@ -322,7 +322,7 @@ def test_decodes_go_ahead_of_tokens_that_are_not_known(make: MakeEngine) -> None
     engine.submit("first", prompt, greedy(100))
     assert engine.scheduler.num_waiting == 1
     tokens = tokens_of(run(engine)["first"])
-    assert num_ahead[0] >= 90
+    assert num_ahead[0] == 99
     engine.submit("next", prompt + tokens, greedy(1))
     assert run(engine)["next"][-1].num_cached_tokens == 128
     assert engine.scheduler.num_waiting == 0

@@ -237,8 +237,8 @@ def amendments(text: str, repeatable: str, trusted: Sequence[str], sockets: Path
             f"    srvtcpka-cnt 2\n    default-server tcp-ut {GONE_AFTER_S}s",
         ),
         (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", "\n".join(errors)),
-        _private(r"    bind \*?", r"\n    mode http\n    http-request use-service", sockets, "prometheus.sock"),
-        _private(r"  bind \*", r"\n  stats enable", sockets, "statistics.sock"),
+        _bound_locally(r"    bind \*?", r"\n    mode http\n    http-request use-service", sockets, "prometheus.sock"),
+        _bound_locally(r"  bind \*", r"\n  stats enable", sockets, "statistics.sock"),
         (r"^(?=    # Health check endpoint$)", _lines(_header_rules(trusted, repeatable))),
         *((f"^backend {name}\n", f"backend {name}\n{_lines(_not_ready_rules(text, name))}") for name in applications),
         (r"^    http-request return status 404 .*$", no_application if applications else _not_ready()),
@@ -247,7 +247,7 @@ def amendments(text: str, repeatable: str, trusted: Sequence[str], sockets: Path
     ]
 
 
-def _private(before: str, after: str, sockets: Path | None, name: str) -> tuple[str, str]:
+def _bound_locally(before: str, after: str, sockets: Path | None, name: str) -> tuple[str, str]:
     """Bind statistics to a Unix socket, or to 127.0.0.1; Serve binds them everywhere. HAProxy does not start if a port
     has been taken since the cluster began."""
     if sockets is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -17,7 +18,7 @@ Value = float | list[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Row(Generic[Status]):
+class Row(ABC, Generic[Status]):
     """One metric.
 
     Attributes:
@@ -33,9 +34,9 @@ class Row(Generic[Status]):
     tags: Any = ("model",)
     buckets: Sequence[float] = ()
 
+    @abstractmethod
     def recorder(self) -> Callable[[float, dict[str, str]], None]:
         """Make the metric. Returns the function that records a value with its tags."""
-        raise NotImplementedError
 
 
 Rows = Sequence[Row[Status]]

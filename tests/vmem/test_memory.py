@@ -686,6 +686,7 @@ def test_the_mapper_outlives_a_device_that_does_not_say_how_far_it_is(make: Make
     memory.backend.completed = refuse  # type: ignore[method-assign]
     memory.free(sequence)
     until(lambda: memory.mapper.death is not None or memory.report().mapper_failures >= 2)
+    assert memory.mapper.death is None
     memory.backend.completed = completed  # type: ignore[method-assign]
     until(lambda: memory.report().physical_bytes == 0)
 

@@ -52,7 +52,7 @@ def test_never_more_than_asked_for() -> None:
     summary = PrefixSummary()
     for i in range(1000):
         summary.add(digest(i), 512)
-    assert len(split_keys(keys_of(summary, 100).keys)) == 100
+    assert len(set(split_keys(keys_of(summary, 100).keys))) == 100
 
 
 def test_versions_and_removal() -> None:
@@ -104,7 +104,7 @@ def test_too_many_changes_for_one_answer() -> None:
     for i in range(MOST_CHANGES + 1):
         summary.add(digest(i), 1)
     second = summary.keys(100_000, first, 0)
-    assert len(split_keys(second.keys)) == MOST_CHANGES + 1
+    assert len(set(split_keys(second.keys))) == MOST_CHANGES + 1
     assert not second.changes
     assert second.version > first.version
 

@@ -290,7 +290,7 @@ def test_no_replica_is_spare_until_all_that_were_ordered_run() -> None:
         assert (policy.state.below_since is not None) == is_spare
 
 
-def test_a_step_that_is_too_long_without_decodes_has_room_for_no_number_of_them() -> None:
+def test_no_number_of_decodes_fits_where_a_step_without_them_takes_as_long_as_it_may() -> None:
     assert replace(IDLE, fixed_s=0.1).decodes_within(0.1) is None
 
 

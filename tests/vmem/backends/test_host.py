@@ -62,7 +62,9 @@ def test_sizes_are_whole_pages(backend: HostBackend, num_bytes: int) -> None:
     ("device", "message"),
     [
         pytest.param(
-            "cuda", "torch sees no CUDA device", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="")
+            "cuda",
+            "torch sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here"),
         ),
         ("meta", "there is no memory backend for meta"),
     ],

@@ -190,7 +190,8 @@ class KVMemory(MemoryParts):
                 return
             self.pins.check_quota(name, sequence, num_tokens)
             try:
-                pinned = self._fork(sequence, num_tokens, "block_table", chain)
+                own = None if chain is None else chain.fork(num_tokens)  # `truncate` shortens the sequence's
+                pinned = self._fork(sequence, num_tokens, "block_table", own)
             except VmemError as error:
                 raise PinError(f"{name!r} cannot be pinned: {error}") from error
             self.prefixes.reindex_own_blocks(pinned)

@@ -127,6 +127,17 @@ def test_pinning_the_same_prefix_again_changes_nothing(make: Make) -> None:
     memory.unpin("p")
 
 
+def test_a_pin_outlives_the_truncation_of_its_sequence(make: Make) -> None:
+    """The pin had its sequence's own chain, which `truncate` shortened: its tokens were gone."""
+    memory = make()
+    sequence = run(memory, prompt(16))
+    memory.pin("p", sequence, 16)
+    memory.truncate(sequence, 3)
+    assert memory.pins.pinned_prefixes()[0].token_ids == tuple(prompt(16))
+    memory.free(sequence)
+    memory.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("ids", "keys"),
     [(prompt(48), ("tenant:a",)), (prompt(16), ("tenant:a",)), (prompt(32), ()), (prompt(32, 1), ("tenant:a",))],

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from folio.kernels.elementwise import Activation, Elementwise, HeadNorm, RotaryWrite, select_elementwise
     from folio.kernels.product import FewRowProduct, select_product
     from folio.kernels.provider import AttentionProvider, CacheScales, Masking, VarlenBatch
+    from folio.kernels.quantised import QuantisedWeight, quantise
     from folio.kernels.select import PROVIDERS, select_provider
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "HeadNorm",
     "KernelError",
     "Masking",
+    "QuantisedWeight",
     "RotaryWrite",
     "SharedGroup",
     "VarlenBatch",
@@ -40,6 +42,7 @@ __all__ = [
     "has_matrix_tiles",
     "note_compilation",
     "num_compilations",
+    "quantise",
     "select_block_copy",
     "select_elementwise",
     "select_product",
@@ -69,6 +72,8 @@ _NEED_TORCH = {
     "CacheScales": "folio.kernels.provider",
     "Masking": "folio.kernels.provider",
     "VarlenBatch": "folio.kernels.provider",
+    "QuantisedWeight": "folio.kernels.quantised",
+    "quantise": "folio.kernels.quantised",
     "PROVIDERS": "folio.kernels.select",
     "select_provider": "folio.kernels.select",
 }

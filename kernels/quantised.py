@@ -1,0 +1,136 @@
+"""Quantised weights: small integers with a scale for each group of inputs. Every kind that is read becomes this form.
+
+Q4_0, Q5_0, Q8_0, GPTQ, AWQ, int8      scale · (code − zero)
+Q4_1, Q5_1                             scale · code + offset
+Q2_K, Q4_K, Q5_K                       super scale · scale · code + super offset · offset
+Q3_K, Q6_K                             super scale · scale · (code − zero)
+IQ4_NL, IQ4_XS, MXFP4                  [super scale ·] scale · table[code]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+Bits = Literal[2, 3, 4, 5, 6, 8]
+# Inputs of a super scale.
+SUPER_GROUP = 256
+# Inputs of the least group that the kernels have for codes of these bits.
+LEAST_GROUP: dict[int, int] = {2: 16, 3: 16, 4: 32, 5: 32, 6: 16, 8: 32}
+_TABLE_ENTRIES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedWeight:
+    """A weight `[outputs, inputs]`. The value of a code is
+
+        scale · (table[code] if there is a table else code − zero) + offset
+
+    with the scale and the offset of its group: `group` neighbouring inputs of an output.
+
+    Attributes:
+        codes: `[outputs, inputs]` uint8, less than 2 ** bits.
+        group: inputs with one scale: `LEAST_GROUP[bits]` times a whole number.
+        scales: `[outputs, inputs / group]` float16, which may be rounded from another dtype; with super scales int8 or
+            uint8, and group is `LEAST_GROUP[bits]`.
+        offsets: like `scales`, or none; beside super scales uint8.
+        super_scales: `[outputs, inputs / SUPER_GROUP]` float16; a scale is the product of both. `None`: one level.
+        super_offsets: likewise for the offsets.
+        factors: `[outputs]` float32, of all values of an output: what the float16 of the scales might not hold.
+        zero: subtracted from each code; 0 beside offsets.
+        table: 16 values from -127 to 127, for codes of 4 bits.
+        order: `[inputs]` int64: column i of the codes belongs to the input `order[i]`; `None`: to input i.
+    """
+
+    codes: torch.Tensor
+    bits: Bits
+    group: int
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+    super_scales: torch.Tensor | None = None
+    super_offsets: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+    zero: int = 0
+    table: tuple[int, ...] | None = None
+    order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        outputs, inputs = self.codes.shape
+        least, groups = LEAST_GROUP[self.bits], (outputs, inputs // self.group)
+        nested = self.super_scales is not None
+        if inputs % self.group or self.group % least or (nested and (self.group != least or inputs % SUPER_GROUP)):
+            raise ValueError(f"groups of {self.group} of {inputs} inputs in {self.bits} bits")
+        if self.table is not None and (self.bits != 4 or len(self.table) != _TABLE_ENTRIES):
+            raise ValueError(f"a table of {len(self.table)} for codes of {self.bits} bits")
+        supers = (outputs, inputs // SUPER_GROUP)
+        shapes = {"scales": groups, "offsets": groups, "super_scales": supers, "super_offsets": supers}
+        for name, shape in {**shapes, "factors": (outputs,), "order": (inputs,)}.items():
+            if (tensor := getattr(self, name)) is not None and tensor.shape != shape:
+                raise ValueError(f"{name} {list(tensor.shape)}, not {list(shape)}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        outputs, inputs = self.codes.shape
+        return outputs, inputs
+
+    def rows(self, start: int, end: int) -> QuantisedWeight:
+        """The outputs `start` to `end - 1`."""
+        return self.select(torch.arange(start, end))
+
+    def select(self, outputs: torch.Tensor) -> QuantisedWeight:
+        """These outputs, in this order."""
+        names = ("codes", "scales", "offsets", "super_scales", "super_offsets", "factors")
+        parts = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: None if part is None else part[outputs] for name, part in parts.items()})
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values `[outputs, inputs]`: the definition, computed in float32."""
+        outputs, inputs = self.shape
+        codes = self.codes.view(outputs, -1, self.group)
+        if self.table is None:
+            values = codes.float() - self.zero
+        else:
+            values = torch.tensor(self.table, dtype=torch.float32)[codes.long()]
+        values = values * _nested(self.scales, self.super_scales, self.group)
+        if self.offsets is not None:
+            values = values + _nested(self.offsets, self.super_offsets, self.group)
+        values = values.view(outputs, inputs)
+        if self.factors is not None:
+            values = values * self.factors[:, None]
+        if self.order is not None:
+            values = torch.empty_like(values).index_copy_(1, self.order, values)
+        return values.to(dtype)
+
+
+def _nested(scales: torch.Tensor, supers: torch.Tensor | None, group: int) -> torch.Tensor:
+    values = scales.float()
+    if supers is not None:
+        values = values * supers.float().repeat_interleave(SUPER_GROUP // group, 1)
+    return values[..., None]
+
+
+def quantise(weight: torch.Tensor, bits: Literal[4, 8], group: int | None = None) -> QuantisedWeight:
+    """Round a weight `[outputs, inputs]` to the nearest codes of its groups: symmetric in 8 bits, with an offset in 4.
+
+    Args:
+        group: by default the least. A last group that is not whole must be padded by the caller.
+    """
+    group = group or LEAST_GROUP[bits]
+    outputs, inputs = weight.shape
+    parts = weight.float().view(outputs, inputs // group, group)
+    if bits == 8:
+        scales = (parts.abs().amax(-1) / 127).half()
+        codes = (parts / _divisor(scales)).round().clamp(-127, 127) + 128
+        return QuantisedWeight(codes.view(outputs, inputs).byte(), 8, group, scales, zero=128)
+    offsets = parts.amin(-1).half()
+    scales = ((parts.amax(-1) - offsets.float()) / 15).half()
+    codes = ((parts - offsets.float()[..., None]) / _divisor(scales)).round().clamp(0, 15)
+    return QuantisedWeight(codes.view(outputs, inputs).byte(), 4, group, scales, offsets)
+
+
+def _divisor(scales: torch.Tensor) -> torch.Tensor:
+    scales = scales.float()[..., None]
+    return torch.where(scales == 0, 1.0, scales)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import nn
 
 Bits = Literal[2, 3, 4, 5, 6, 8]
 # Inputs of a super scale.
@@ -28,12 +29,12 @@ class QuantisedWeight:
 
         scale · (table[code] if there is a table else code − zero) + offset
 
-    with the scale and the offset of its group: `group` neighbouring inputs of an output.
+    with the scale and the offset of its group: `group` neighbouring inputs of an output, or the rest.
 
     Attributes:
         codes: `[outputs, inputs]` uint8, less than 2 ** bits.
         group: inputs with one scale: `LEAST_GROUP[bits]` times a whole number.
-        scales: `[outputs, inputs / group]` float16, which may be rounded from another dtype; with super scales int8 or
+        scales: `[outputs, ceil(inputs / group)]` float16; with super scales int8 or
             uint8, and group is `LEAST_GROUP[bits]`.
         offsets: like `scales`, or none; beside super scales uint8.
         super_scales: `[outputs, inputs / SUPER_GROUP]` float16; a scale is the product of both. `None`: one level.
@@ -58,9 +59,9 @@ class QuantisedWeight:
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
-        least, groups = LEAST_GROUP[self.bits], (outputs, inputs // self.group)
+        least, groups = LEAST_GROUP[self.bits], (outputs, -(-inputs // self.group))
         nested = self.super_scales is not None
-        if inputs % self.group or self.group % least or (nested and (self.group != least or inputs % SUPER_GROUP)):
+        if self.group % least or (nested and (self.group != least or inputs % SUPER_GROUP)):
             raise ValueError(f"groups of {self.group} of {inputs} inputs in {self.bits} bits")
         if self.table is not None and (self.bits != 4 or len(self.table) != _TABLE_ENTRIES):
             raise ValueError(f"a table of {len(self.table)} for codes of {self.bits} bits")
@@ -88,16 +89,16 @@ class QuantisedWeight:
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values `[outputs, inputs]`: the definition, computed in float32."""
-        outputs, inputs = self.shape
-        codes = self.codes.view(outputs, -1, self.group)
+        inputs = self.shape[1]
+        padded = nn.functional.pad(self.codes, (0, -inputs % self.group)).unflatten(1, (-1, self.group))
         if self.table is None:
-            values = codes.float() - self.zero
+            values = padded.float() - self.zero
         else:
-            values = torch.tensor(self.table, dtype=torch.float32)[codes.long()]
+            values = torch.tensor(self.table, dtype=torch.float32)[padded.long()]
         values = values * _nested(self.scales, self.super_scales, self.group)
         if self.offsets is not None:
             values = values + _nested(self.offsets, self.super_offsets, self.group)
-        values = values.view(outputs, inputs)
+        values = values.flatten(1)[:, :inputs]
         if self.factors is not None:
             values = values * self.factors[:, None]
         if self.order is not None:
@@ -116,19 +117,20 @@ def quantise(weight: torch.Tensor, bits: Literal[4, 8], group: int | None = None
     """Round a weight `[outputs, inputs]` to the nearest codes of its groups: symmetric in 8 bits, with an offset in 4.
 
     Args:
-        group: by default the least. A last group that is not whole must be padded by the caller.
+        group: by default the least.
     """
     group = group or LEAST_GROUP[bits]
-    outputs, inputs = weight.shape
-    parts = weight.float().view(outputs, inputs // group, group)
+    inputs = weight.shape[1]
+    # A last group that is not whole is filled with its last value.
+    parts = nn.functional.pad(weight.float()[None], (0, -inputs % group), mode="replicate")[0].unflatten(1, (-1, group))
     if bits == 8:
         scales = (parts.abs().amax(-1) / 127).half()
         codes = (parts / _divisor(scales)).round().clamp(-127, 127) + 128
-        return QuantisedWeight(codes.view(outputs, inputs).byte(), 8, group, scales, zero=128)
+        return QuantisedWeight(codes.flatten(1)[:, :inputs].byte(), 8, group, scales, zero=128)
     offsets = parts.amin(-1).half()
     scales = ((parts.amax(-1) - offsets.float()) / 15).half()
     codes = ((parts - offsets.float()[..., None]) / _divisor(scales)).round().clamp(0, 15)
-    return QuantisedWeight(codes.view(outputs, inputs).byte(), 4, group, scales, offsets)
+    return QuantisedWeight(codes.flatten(1)[:, :inputs].byte(), 4, group, scales, offsets)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from folio.kernels.cpu.build import load_function
+from folio.kernels.cpu.build import load_function, load_library
 from folio.kernels.cpu.ops import (
     CPP_DTYPES,
     CpuRotaryWrite,
     PackedWeight,
     RotaryFields,
+    WeightFields,
     address,
     cache_error,
     on_huge_pages,
@@ -22,12 +23,7 @@ from folio.kernels.cpu.provider import AttentionFields, CpuAttend
 from folio.kernels.elementwise import ACTIVATIONS, Activation, HeadNorm
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-
-
-class _ProductWeight(ctypes.Structure):
-    """`ProductWeight` of product.h, field by field."""
-
-    _fields_ = [*((name, _POINTER) for name in ("data", "scales", "bias")), ("outputs", _INT64), ("inputs", _INT64)]
+_NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")  # of `LayerWeights.norms`
 
 
 class _NormWeight(ctypes.Structure):
@@ -51,11 +47,11 @@ class _LayerCall(ctypes.Structure):
     """`LayerCall` of layer.cpp, field by field."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("hidden", "out", "heads", "workspace")),
+        *((name, _POINTER) for name in ("multiply", "panel_bytes", "hidden", "out", "heads", "workspace")),
         ("parts", ctypes.POINTER(_LayerPart)),
         *((name, _POINTER) for name in ("query_weight", "key_weight")),
-        *((name, _NormWeight) for name in ("before_attention", "before_mlp")),
-        *((name, _ProductWeight) for name in ("qkv", "attention_out", "gate_up", "down")),
+        *((name, _NormWeight) for name in _NORMS),
+        *((name, WeightFields) for name in ("qkv", "attention_out", "gate_up", "down")),
         ("rows", _INT64),
         *((name, _INT32) for name in ("num_parts", "dtype", "activation")),
     ]
@@ -74,13 +70,14 @@ class LayerWeights:
     """The weights of a layer `x += o(attention(qkv(norm(x)))); x += down(activation(gate(norm(x))) · up(norm(x)))`.
 
     Attributes:
-        norms: before attention, and before the MLP; weights `[size]`.
+        norms: before attention, and before the MLP; then those of the outputs of attention and of the MLP, or none;
+            weights `[size]`.
         head_norms: of queries and of keys, before the rotation; or none.
         qkv: queries, keys and values side by side.
         gate_up: gates, then ups.
     """
 
-    norms: tuple[HeadNorm, HeadNorm]
+    norms: Sequence[HeadNorm | None]
     head_norms: tuple[HeadNorm, ...]
     qkv: Product
     attention_out: Product
@@ -99,8 +96,9 @@ class LayerWeights:
         if set(given) != {size} or self.gate_up.weight.outputs != 2 * self.down.weight.inputs:
             shapes = [(product.weight.inputs, product.weight.outputs) for product in products]
             raise ValueError(f"products (inputs, outputs) {shapes} do not follow each other")
-        if any(norm.weight.shape != (size,) or norm.weight.dtype != dtype for norm in self.norms):
-            raise ValueError(f"norms of {[list(norm.weight.shape) for norm in self.norms]} for {size} of {dtype}")
+        weights = [norm.weight for norm in self.norms if norm is not None]
+        if any(weight.shape != (size,) or weight.dtype != dtype for weight in weights):
+            raise ValueError(f"norms of {[list(weight.shape) for weight in weights]} for {size} of {dtype}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +159,15 @@ class CpuLayer:
         self._workspace_bytes = load_function(
             "layer", "folio_layer_workspace", ctypes.POINTER(_LayerCall), result=_INT64
         )
+        products = load_library("linear")
         self._weights, self._workspace = weights, workspace  # kept: the fields have the addresses of the weights
         query_weight, key_weight = [norm.weight for norm in weights.head_norms] or (None, None)
         self._fields = _LayerCall(
+            multiply=ctypes.cast(products["folio_multiply"], _POINTER),
+            panel_bytes=ctypes.cast(products["folio_linear_panel_bytes"], _POINTER),
             query_weight=address(query_weight),
             key_weight=address(key_weight),
-            before_attention=_norm_fields(weights.norms[0]),
-            before_mlp=_norm_fields(weights.norms[1]),
+            **dict(zip(_NORMS, map(_norm_fields, weights.norms), strict=True)),
             qkv=_product_fields(weights.qkv),
             attention_out=_product_fields(weights.attention_out),
             gate_up=_product_fields(weights.gate_up),
@@ -209,10 +209,9 @@ class CpuLayer:
         return out
 
 
-def _norm_fields(norm: HeadNorm) -> _NormWeight:
-    return _NormWeight(norm.weight.data_ptr(), norm.eps, norm.offset)
+def _norm_fields(norm: HeadNorm | None) -> _NormWeight:
+    return _NormWeight() if norm is None else _NormWeight(norm.weight.data_ptr(), norm.eps, norm.offset)
 
 
-def _product_fields(product: Product) -> _ProductWeight:
-    weight = product.weight
-    return _ProductWeight(*map(address, (weight.data, weight.scales, product.bias)), weight.outputs, weight.inputs)
+def _product_fields(product: Product) -> WeightFields:
+    return WeightFields.of(product.weight, product.bias)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from folio.kernels.cpu.build import build_name, load_function
 from folio.kernels.elementwise import ACTIVATIONS, Activation, Elementwise, RotaryWrite, WriteLayer
 from folio.kernels.errors import KernelError
+from folio.kernels.quantised import LEAST_GROUP, QuantisedWeight
 from folio.kernels.reference import write_by_index
 
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -20,47 +23,100 @@ _INT, _FLOAT = ctypes.c_int, ctypes.c_float
 # Numbers of the dtypes in C++.
 CPP_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-_TILE = 32  # outputs that the kernel computes together
 _WORD_BYTES = 4
 _HUGE_PAGE = 2 << 20
-AVX512_PRODUCTS = "linear"
-# Libraries with products, the faster first: of AVX-512, bfloat16 with BF16; in float32, of AVX2 with FMA or Arm's NEON.
-_PRODUCTS = (AVX512_PRODUCTS, "linear_float")
-_PACKED_DTYPES = (torch.float32, torch.bfloat16)
+_PLAIN_DTYPES = (torch.float32, torch.bfloat16)
+_SLAB, _LANE_BYTES = 32, 4  # inputs and bytes of an output in a word, see csrc/codes.h
+_CODES = -1  # in place of a dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WeightPart:
+    """Neighbouring outputs of a weight, packed in one way.
+
+    Attributes:
+        codes: codes in the kernel's order (csrc/codes.h), or the values of the dtype if `bits` is 0.
+        scales: and `supers`, in the kernel's order.
+        factors: see `QuantisedWeight`.
+        table: 16 bytes, 128 added to each value.
+        every: least groups of inputs with one scale.
+    """
+
+    codes: torch.Tensor
+    outputs: int
+    bits: int = 0
+    scales: torch.Tensor | None = None
+    supers: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    zero: int = 0
+    every: int = 1
+    has_offsets: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PackedWeight:
     """A weight `[outputs, inputs]` in the kernel's order.
 
     Attributes:
-        scales: `[outputs]` float32, factors of 8-bit weights; `None` for weights of the dtype itself.
+        parts: several only if it is quantised.
+        order: `[inputs]` int32, see `QuantisedWeight`.
         dtype: of inputs, biases and results.
-        library: whose products read this order.
     """
 
-    data: torch.Tensor
-    scales: torch.Tensor | None
-    outputs: int
+    parts: tuple[WeightPart, ...]
     inputs: int
     dtype: torch.dtype
-    library: str
+    order: torch.Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.parts[0].bits > 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data and scales."""
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        """Bytes of codes, scales and the rest."""
+        tensors = [self.order, *(t for p in self.parts for t in (p.codes, p.scales, p.supers, p.factors, p.table))]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-class _Product:
-    """The functions of one library of products."""
+class PartFields(ctypes.Structure):
+    """`WeightPart` of weight.h, field by field."""
 
-    def __init__(self, name: str, march: str) -> None:
-        self.library = name
-        self.build = build_name(name, march)
-        self.supports = load_function(name, "folio_linear_supports", _INT, result=_INT, march=march)
-        self.pack = load_function(name, "folio_linear_pack", _INT, *[_POINTER] * 3, *[_INT64] * 2, march=march)
-        self.multiply = load_function(name, "folio_linear", _INT, *[_POINTER] * 6, *[_INT64] * 3, march=march)
+    _fields_ = [
+        *((name, _POINTER) for name in ("codes", "scales", "supers", "factors", "table")),
+        ("outputs", _INT64),
+        *((name, _INT32) for name in ("bits", "zero", "every", "has_offsets")),
+    ]
+
+
+class WeightFields(ctypes.Structure):
+    """`ProductWeight` of weight.h, field by field. Has the addresses of the tensors, which must not move."""
+
+    _fields_ = [
+        ("parts", ctypes.POINTER(PartFields)),
+        *((name, _POINTER) for name in ("bias", "order")),
+        *((name, _INT64) for name in ("outputs", "inputs")),
+        ("num_parts", _INT32),
+    ]
+
+    @classmethod
+    def of(cls, weight: PackedWeight, bias: torch.Tensor | None = None) -> WeightFields:
+        parts = (PartFields * len(weight.parts))(
+            *(
+                PartFields(
+                    *map(address, (part.codes, part.scales, part.supers, part.factors, part.table)),
+                    *(part.outputs, part.bits, part.zero, part.every, part.has_offsets),
+                )
+                for part in weight.parts
+            )
+        )
+        # The structure keeps `parts`, as an object, alive.
+        return cls(parts, address(bias), address(weight.order), weight.outputs, weight.inputs, len(parts))
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
@@ -68,8 +124,11 @@ def address(tensor: torch.Tensor | None) -> int | None:
 
 
 class CpuLinear:
-    """`x @ weight.T + bias`, summed in float32; weights in float32, bfloat16, or 8-bit integers with a scale per
-    output. A row's result depends neither on other rows nor on the number of threads.
+    """`x @ weight.T + bias`, summed in float32; weights in float32 or bfloat16, or quantised. A row's result depends
+    neither on other rows nor on the number of threads.
+
+    In bfloat16 a quantised weight is multiplied with inputs that are rounded to 8 bits, with a scale for each 32 of a
+    row; in float32 they are not rounded.
 
     Args:
         march: the compiler's name of the processor.
@@ -79,66 +138,112 @@ class CpuLinear:
     """
 
     def __init__(self, march: str = "native") -> None:
-        self._products: dict[torch.dtype, _Product] = {}
-        for name in _PRODUCTS:
-            if missing := [dtype for dtype in _PACKED_DTYPES if dtype not in self._products]:
-                product = _Product(name, march)
-                self._products |= {dtype: product for dtype in missing if product.supports(CPP_DTYPES[dtype])}
+        self.build = build_name("linear", march)  # weights packed under the same name have the same order
+        load = partial(load_function, "linear", march=march)
+        self._tile = load("folio_linear_tile", _INT, result=_INT)
+        self._pack = load("folio_linear_pack", _INT, *[_POINTER] * 2, *[_INT64] * 2)
+        self._pack_codes = load("folio_codes_pack", _INT, *[_POINTER] * 2, *[_INT64] * 2)
+        fields = ctypes.POINTER(WeightFields)
+        self._rows = load("folio_codes_rows", _INT, fields, *[_POINTER] * 2, _INT64)
+        self._panel_bytes = load("folio_linear_panel_bytes", _INT, fields, _INT64, result=_INT64)
+        self._multiply = load("folio_linear", _INT, fields, *[_POINTER] * 3, _INT64)
 
     def unsupported(self, dtype: torch.dtype) -> str | None:
         """The reason why weights of this dtype cannot be packed, as a sentence; `None` if they can."""
-        if dtype not in _PACKED_DTYPES:
+        if dtype not in _PLAIN_DTYPES:
             return f"there is no kernel for {dtype}"
-        return None if dtype in self._products else "the processor lacks AVX2 with FMA"
+        return None if self._tile(CPP_DTYPES[dtype]) else "the processor lacks AVX2 with FMA"
 
-    def build(self, dtype: torch.dtype) -> str:
-        """A name of the library for a supported dtype. Weights packed under the same name have the same order."""
-        return self._products[dtype].build
-
-    def pack(self, weight: torch.Tensor, *, int8: bool = False) -> PackedWeight:
-        """Copy `weight [outputs, inputs]` for `__call__`.
-
-        Args:
-            weight: on torch's meta device the result is there, too.
-            int8: round to 8-bit integers, scaled so that each output's largest weight is 127.
-
-        Raises:
-            KernelError: `unsupported` gives a reason.
-        """
-        reason = self.unsupported(weight.dtype)
-        if reason:
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        """Copy `weight [outputs, inputs]` for `__call__`; on torch's meta device the result is there, too. Raises
+        `KernelError` where `unsupported` gives a reason."""
+        if reason := self.unsupported(weight.dtype):
             raise KernelError(f"a weight of {weight.dtype} cannot be packed: {reason}")
-        product, weight = self._products[weight.dtype], weight.contiguous()
-        outputs, inputs = weight.shape
-        num_bytes = -(-outputs // _TILE) * _TILE * _words(inputs, weight.dtype) * _WORD_BYTES
-        if int8:
-            num_bytes //= weight.element_size()
-        data = torch.empty(num_bytes, dtype=torch.uint8, device="meta") if weight.is_meta else on_huge_pages(num_bytes)
-        scales = torch.empty(outputs, device=weight.device) if int8 else None
+        weight = weight.contiguous()
+        (outputs, inputs), dtype = weight.shape, CPP_DTYPES[weight.dtype]
+        words = -(-inputs * weight.element_size() // _WORD_BYTES)
+        codes = _memory(-(-outputs // (tile := self._tile(dtype))) * tile * words * _WORD_BYTES, weight.device)
         if not weight.is_meta:
-            pointers = weight.data_ptr(), data.data_ptr(), address(scales)
-            product.pack(CPP_DTYPES[weight.dtype], *pointers, outputs, inputs)
-        return PackedWeight(data, scales, outputs, inputs, weight.dtype, product.library)
+            self._pack(dtype, weight.data_ptr(), codes.data_ptr(), outputs, inputs)
+        return PackedWeight((WeightPart(codes, outputs),), inputs, weight.dtype)
+
+    def pack_quantised(self, weights: Sequence[QuantisedWeight], dtype: torch.dtype) -> PackedWeight:
+        """Pack the outputs of several weights `[outputs, inputs]`, which have the same inputs in the same order, one
+        after the other. Args: `dtype`: of inputs and results: float32 or bfloat16."""
+        order = weights[0].order
+        if len({weight.shape[1] for weight in weights}) != 1 or dtype not in _PLAIN_DTYPES:
+            raise ValueError(f"weights {[weight.shape for weight in weights]} for {dtype}")
+        if any(
+            (w.order is None) != (order is None) or (order is not None and not order.equal(w.order)) for w in weights
+        ):
+            raise ValueError("weights whose inputs have different orders")
+        parts = tuple(self._pack_part(weight) for weight in weights)
+        return PackedWeight(parts, weights[0].shape[1], dtype, None if order is None else order.int())
+
+    def _pack_part(self, weight: QuantisedWeight) -> WeightPart:
+        (outputs, inputs), bits, device = weight.shape, weight.bits, weight.codes.device
+        lanes = self._tile(_CODES)
+        slabs, tiles = -(-inputs // _SLAB), -(-outputs // lanes)
+        codes = _memory(tiles * slabs * bits * lanes * _LANE_BYTES, device)
+        if not weight.codes.is_meta:
+            unpacked = weight.codes.contiguous()
+            self._pack_codes(bits, unpacked.data_ptr(), codes.data_ptr(), outputs, inputs)
+        nested = weight.super_scales is not None
+        table = None if weight.table is None else torch.tensor(weight.table, device=device).add(128).byte()
+        return WeightPart(
+            codes,
+            outputs,
+            bits,
+            _by_tile(lanes, torch.int8 if nested else torch.float16, weight.scales, weight.offsets),
+            _by_tile(lanes, torch.float16, weight.super_scales, weight.super_offsets) if nested else None,
+            None if weight.factors is None else weight.factors.float().contiguous(),
+            table,
+            weight.zero,
+            weight.group // LEAST_GROUP[bits],
+            weight.offsets is not None,
+        )
+
+    def rows(self, weight: PackedWeight, outputs: torch.Tensor) -> torch.Tensor:
+        """The values `[..., inputs]` of these outputs, int64 `[...]`, of a quantised weight, such as those of an
+        embedding. Raises `IndexError` if one is not there."""
+        indices = outputs.contiguous()
+        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < weight.outputs:
+            raise IndexError(f"outputs {int(indices.min())} to {int(indices.max())} of {weight.outputs}")
+        out = torch.empty(*indices.shape, weight.inputs, dtype=weight.dtype)
+        pointers = indices.data_ptr(), out.data_ptr()
+        self._rows(CPP_DTYPES[weight.dtype], WeightFields.of(weight), *pointers, indices.numel())
+        return out
 
     def __call__(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x [..., inputs]`, `bias [outputs]`; returns `[..., outputs]`, all of the weight's dtype."""
         if x.shape[-1] != weight.inputs or x.dtype != weight.dtype:
             raise ValueError(f"x {list(x.shape)} {x.dtype} for {weight.inputs} inputs of {weight.dtype}")
-        if bias is not None and (bias.shape != (weight.outputs,) or bias.dtype != x.dtype or bias.stride(0) != 1):
-            raise ValueError(f"bias {list(bias.shape)} {bias.dtype} for {weight.outputs} outputs of {weight.dtype}")
+        outputs, dtype = weight.outputs, CPP_DTYPES[x.dtype]
+        if bias is not None and (bias.shape != (outputs,) or bias.dtype != x.dtype or bias.stride(0) != 1):
+            raise ValueError(f"bias {list(bias.shape)} {bias.dtype} for {outputs} outputs of {weight.dtype}")
         x = x.contiguous()
         rows = x.numel() // weight.inputs
-        out = x.new_empty(*x.shape[:-1], weight.outputs)
+        out = x.new_empty(*x.shape[:-1], outputs)
         if rows == 0:
             return out
-        panels = torch.empty(rows * (weight.inputs + 1), dtype=torch.int32)
-        pointers = (address(tensor) for tensor in (x, weight.data, weight.scales, bias, out, panels))
-        self._products[x.dtype].multiply(CPP_DTYPES[x.dtype], *pointers, rows, weight.outputs, weight.inputs)
+        fields = WeightFields.of(weight, bias)
+        panels = torch.empty(self._panel_bytes(dtype, fields, rows), dtype=torch.uint8)
+        self._multiply(dtype, fields, *map(address, (x, out, panels)), rows)
         return out
 
 
-def _words(inputs: int, dtype: torch.dtype) -> int:
-    return -(-inputs * dtype.itemsize // _WORD_BYTES)
+def _by_tile(lanes: int, dtype: torch.dtype, *values: torch.Tensor | None) -> torch.Tensor:
+    """`[outputs, groups]` of scales, and of offsets if there are any, as `[tiles, groups, 1 or 2, lanes]`."""
+    given = torch.stack([value.to(dtype) for value in values if value is not None], 2)
+    outputs, groups, width = given.shape
+    padded = torch.nn.functional.pad(given, (0, 0, 0, 0, 0, -outputs % lanes))
+    return padded.view(-1, lanes, groups, width).permute(0, 2, 3, 1).contiguous()
+
+
+def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    return (
+        torch.empty(num_bytes, dtype=torch.uint8, device=device) if device.type == "meta" else on_huge_pages(num_bytes)
+    )
 
 
 def on_huge_pages(num_bytes: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from folio.app.engine.layers.fusion import FusedAttention, FusedGatedMLP
 from folio.app.engine.layers.linear import PackedLinear
 from folio.kernels import HeadNorm
 from folio.kernels.cpu.layer import CpuLayer, LayerPart, LayerWeights, Product, StepParts, Workspace
-from folio.kernels.cpu.ops import AVX512_PRODUCTS, CpuRotaryWrite, PackedWeight
+from folio.kernels.cpu.ops import CpuRotaryWrite, PackedWeight
 from folio.kernels.cpu.provider import CpuAttend
 
 
@@ -86,16 +86,17 @@ def _weights(layer: Any) -> LayerWeights | None:
     """The layer's weights; `None` if it computes anything but what `LayerWeights` says, or by another product."""
     before_attention, after_attention, before_mlp, after_mlp = layer.norms
     attention, mlp = layer.self_attn, layer.mlp
-    if before_attention is None or before_mlp is None or after_attention is not None or after_mlp is not None:
+    if before_attention is None or before_mlp is None:
         return None
     if type(attention) is not FusedAttention or type(mlp) is not FusedGatedMLP:
         return None
     linears: list[Any] = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
     if not all(type(linear) is PackedLinear and isinstance(linear.packed, PackedWeight) for linear in linears):
         return None
-    if any(linear.packed.library != AVX512_PRODUCTS for linear in linears):
-        return None
-    norms = [HeadNorm(norm.weight, norm.eps, norm.offset) for norm in (before_attention, before_mlp)]
+    norms = [
+        None if norm is None else HeadNorm(norm.weight, norm.eps, norm.offset)
+        for norm in (before_attention, before_mlp, after_attention, after_mlp)
+    ]
     head_norms = tuple(norm for norm in (attention.rotary.query_norm, attention.rotary.key_norm) if norm is not None)
     qkv, attention_out, gate_up, down = (Product(linear.packed, linear.bias) for linear in linears)
-    return LayerWeights((norms[0], norms[1]), head_norms, qkv, attention_out, gate_up, down, mlp.activation)
+    return LayerWeights(norms, head_norms, qkv, attention_out, gate_up, down, mlp.activation)

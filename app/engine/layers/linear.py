@@ -7,17 +7,18 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from folio.app.compat.torch import onednn_linear, onednn_pack, onednn_supports
 from folio.app.engine.layers.fusion import FusedAttention
 from folio.app.errors import ConfigError
-from folio.kernels import CpuLinear, FewRowProduct, KernelError, has_matrix_tiles
+from folio.kernels import CpuLinear, FewRowProduct, KernelError, has_matrix_tiles, quantise
+from folio.kernels.cpu.ops import PackedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +32,16 @@ _PRIMITIVE_CACHES, _CACHED_PRIMITIVES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE
 _FEW_ROWS = 16
 
 
+Multiply = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """Matrix kernel: `pack` converts a weight `[outputs, inputs]` at load; `multiply(x, packed, bias)` computes
     `x @ weight.T + bias`."""
 
     pack: Callable[[torch.Tensor], Any]
-    multiply: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
+    multiply: Multiply
 
 
 def onednn_product() -> Product:
@@ -50,47 +54,54 @@ def onednn_product() -> Product:
 class PackedLinear(nn.Module):
     """`nn.Linear` with a packed weight.
 
+    Args:
+        shape: (outputs, inputs).
+
     Attributes:
         merged: (name, rows) of each original layer, where several were merged into this one.
-        packed: the weight as `product` packed it.
+        packed: the weight as a `Product` packed it.
     """
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        packed: Any,
+        shape: tuple[int, int],
         bias: torch.Tensor | None,
-        product: Product,
+        multiply: Multiply,
         merged: tuple[tuple[str, int], ...] = (),
     ) -> None:
         super().__init__()
         self.merged = merged
-        self.out_features, self.in_features = weight.shape
+        self.out_features, self.in_features = shape
         self.bias = bias
-        self._multiply = product.multiply
-        self.packed = product.pack(weight)
+        self._multiply = multiply
+        self.packed = packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, self.packed, self.bias)
 
 
-def choose_product(dtype: torch.dtype, *, int8: bool = False, movable: bool = False) -> Product | None:
+def choose_product(dtype: torch.dtype, *, bits: Literal[4, 8] | None = None, movable: bool = False) -> Product | None:
     """The fastest kernel for a dtype on this processor; `None`, and a warning, if there is none.
 
     Args:
+        bits: of weights that are quantised as they are packed.
         movable: packed weights must be plain tensors, which oneDNN's are not.
 
     Raises:
-        ConfigError: `int8`, and no kernel here computes with 8-bit weights.
+        ConfigError: `bits`, and no kernel here computes with them.
     """
     try:
         linear = CpuLinear()
         reason = linear.unsupported(dtype)
     except KernelError as error:
         reason = str(error)
-    if int8:
+    if bits is not None:
         if reason is not None:
-            raise ConfigError(f"quantization is 'int8', which is not possible with {dtype} here: {reason}; use 'none'")
-        return Product(partial(linear.pack, int8=True), linear)  # a scale for each output; sums exact as the dtype's
+            raise ConfigError(
+                f"quantization is 'int{bits}', which is not possible with {dtype} here: {reason}; use 'none'"
+            )
+        return Product(lambda weight: linear.pack_quantised([quantise(weight, bits)], weight.dtype), linear)
     if reason is None and (movable or not (dtype == torch.bfloat16 and has_matrix_tiles())):
         return Product(linear.pack, linear)
     if reason is not None:
@@ -103,21 +114,52 @@ def choose_product(dtype: torch.dtype, *, int8: bool = False, movable: bool = Fa
     return None
 
 
-def pack_linears(model: nn.Module, product: Product) -> int:
-    """Replace every linear layer of a CPU model; return the number. Unpacked weights are freed unless an embedding
-    shares them."""
+def pack_linears(model: nn.Module, pack: Callable[[str, nn.Module], PackedLinear | None], prefix: str = "") -> int:
+    """Replace linear layers of a CPU model by what `pack(path, layer)` makes of them, unless it is `None`; return the
+    number. Unpacked weights are freed unless an embedding shares them."""
     num_packed = 0
     # One at a time, without references to replaced layers: while one is packed its weight exists twice.
     for name in [name for name, _ in model.named_children()]:
         child: Any = model.get_submodule(name)
         if type(child) not in (nn.Linear, Conv1D):
-            num_packed += pack_linears(child, product)
-        elif name not in _LEFT_UNPACKED:
-            weight = child.weight.detach() if type(child) is nn.Linear else child.weight.detach().t()
-            bias = None if child.bias is None else child.bias.detach()
-            setattr(model, name, PackedLinear(weight, bias, product, getattr(child, "merged", ())))
+            num_packed += pack_linears(child, pack, f"{prefix}{name}.")
+        elif name not in _LEFT_UNPACKED and (packed := pack(f"{prefix}{name}", child)) is not None:
+            setattr(model, name, packed)
             num_packed += 1
     return num_packed
+
+
+def packed_by(product: Product) -> Callable[[str, nn.Module], PackedLinear]:
+    """Packs a layer's own weight; for `pack_linears`."""
+
+    def pack(path: str, layer: Any) -> PackedLinear:
+        weight = layer.weight.detach() if type(layer) is nn.Linear else layer.weight.detach().t()
+        bias = None if layer.bias is None else layer.bias.detach()
+        shape = (weight.shape[0], weight.shape[1])
+        return PackedLinear(product.pack(weight), shape, bias, product.multiply, getattr(layer, "merged", ()))
+
+    return pack
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding whose matrix is a quantised packed weight.
+
+    Args:
+        original: any embedding; it is applied to the looked-up rows, so that its scale is kept.
+        packed: `[num_embeddings, embedding_dim]`, shared with an output layer if they are tied.
+    """
+
+    def __init__(self, original: nn.Embedding, packed: PackedWeight, linear: CpuLinear) -> None:
+        super().__init__()
+        original.weight = nn.Parameter(torch.empty(0, packed.inputs, dtype=packed.dtype), requires_grad=False)
+        original.padding_idx = None  # of training
+        self.original, self.packed, self._linear = original, packed, linear
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows = self._linear.rows(self.packed, token_ids)
+        places = torch.arange(token_ids.numel()).view_as(token_ids)
+        out: torch.Tensor = functional_call(self.original, {"weight": rows.flatten(0, -2)}, (places,))
+        return out
 
 
 class FewRowLinear(nn.Linear):

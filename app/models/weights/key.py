@@ -101,9 +101,7 @@ def _kernels() -> list[str]:
     """Names of the kernels' libraries, as built for this processor, that decide the order of packed weights or have
     been compared with fused modules."""
     try:
-        linear = CpuLinear()
-        products = {linear.build(dtype) for dtype in (torch.float32, torch.bfloat16) if not linear.unsupported(dtype)}
-        return sorted(products | {build_name(name) for name in ("elementwise", "rotary")})
+        return [CpuLinear().build, *(build_name(name) for name in ("elementwise", "rotary"))]
     except KernelError:
         return []
 

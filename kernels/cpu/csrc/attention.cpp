@@ -36,8 +36,7 @@ int folio_write(const WriteCall* call) {
         !readable(static_cast<char*>(call->value_cache) + value_at * bytes))
       return kUnmapped;
   }
-#pragma omp parallel for if (call->num_tokens > 64)
-  for (int32_t t = 0; t < call->num_tokens; t++) {
+  for_each(call->num_tokens > 64, call->num_tokens, [&](int64_t t) {
     const int64_t block = call->slots[t] / call->block_tokens, within = call->slots[t] % call->block_tokens;
     const char* key = static_cast<const char*>(call->key) + t * call->key_token_stride * bytes;
     const char* value = static_cast<const char*>(call->value) + t * call->value_token_stride * bytes;
@@ -51,7 +50,7 @@ int folio_write(const WriteCall* call) {
       std::memcpy(value_to + h * call->value_cache_head_stride * bytes, value + h * call->value_head_stride * bytes,
                   call->value_dim * bytes);
     }
-  }
+  });
   return kDone;
 }
 

@@ -123,15 +123,17 @@ class Rounds {
 // own = the sum of all ranks' elements in this round, in the order of ranks, rounded once.
 template <typename T>
 void sum(const Rounds& rounds, const SharedGroup& group, T* own, int64_t count) {
-#pragma omp parallel for if (count > kParallelElements)
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Vec total = {};
-    for (int r = 0; r < group.size; r++) {
-      const T* from = r == group.rank ? own : reinterpret_cast<const T*>(rounds.slot(r));
-      total += load_some(from + i, count - i);
+  constexpr int64_t kPiece = 256 * kLanes;
+  for_each(count > kParallelElements, (count + kPiece - 1) / kPiece, [&](int64_t piece) {
+    for (int64_t i = piece * kPiece; i < std::min(count, (piece + 1) * kPiece); i += kLanes) {
+      Vec total = {};
+      for (int r = 0; r < group.size; r++) {
+        const T* from = r == group.rank ? own : reinterpret_cast<const T*>(rounds.slot(r));
+        total += load_some(from + i, count - i);
+      }
+      store_some(total, own + i, count - i);
     }
-    store_some(total, own + i, count - i);
-  }
+  });
 }
 
 // Copy bytes `begin` … `end` of a rank's rows to their columns of the joined rows.

@@ -8,11 +8,11 @@
 
 #include "attend.h"
 #include "call.h"
-#include "product.h"
 #include "rotary.h"
 #include "rows.h"
 #include "team.h"
 #include "vector.h"
+#include "weight.h"
 
 extern "C" {
 
@@ -31,7 +31,14 @@ struct LayerPart {
   int64_t first_token;
 };
 
+// `folio_multiply` and `folio_linear_panel_bytes` of linear.cpp, which is a library of its own.
+typedef void (*Multiply)(folio::Team*, int dtype, const ProductWeight*, const void* x, const void* residual, void* out,
+                         void* panels, int64_t rows);
+typedef int64_t (*PanelBytes)(int dtype, const ProductWeight*, int64_t rows);
+
 struct LayerCall {
+  Multiply multiply;
+  PanelBytes panel_bytes;
   const void* hidden;  // [rows, size]
   void* out;           // [rows, size]
   void* heads;         // [rows, qkv.outputs], overwritten
@@ -39,6 +46,7 @@ struct LayerCall {
   const LayerPart* parts;
   const void *query_weight, *key_weight;  // norms of heads, or null
   NormWeight before_attention, before_mlp;
+  NormWeight after_attention, after_mlp;  // applied before the residual is added; weights may be null
   ProductWeight qkv, attention_out, gate_up, down;
   int64_t rows;
   int32_t num_parts, dtype, activation;
@@ -46,33 +54,32 @@ struct LayerCall {
 
 }  // extern "C"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-
 namespace {
 
 using namespace folio;
-using products::Word;
 
 // Rows that pass through the MLP together: their activations stay in the last cache, and the weights are read once for
 // enough rows.
-constexpr int64_t kChunkRows = 32 * products::kPanelRows;
+constexpr int64_t kChunkRows = 448;
 
 template <typename T>
 struct Workspace {
   T* attended;                      // of all rows
   T *normed, *gate_up, *activated;  // of the rows of a chunk
-  Word* panels;
+  char* panels;
   int64_t chunk, num_bytes = 0;
 
   explicit Workspace(const LayerCall& call) {
     const int64_t chunks = (call.rows + kChunkRows - 1) / kChunkRows;
     chunk = (call.rows + chunks - 1) / chunks;
-    const int64_t widest = std::max({call.qkv.inputs, call.attention_out.inputs, call.down.inputs});
     attended = take<T>(call, call.rows * call.attention_out.inputs);
     normed = take<T>(call, chunk * call.qkv.inputs);
     gate_up = take<T>(call, chunk * call.gate_up.outputs);
     activated = take<T>(call, chunk * call.down.inputs);
-    panels = take<Word>(call, chunk * products::words_of<T>(widest));
+    int64_t most = 0;
+    for (const ProductWeight* weight : {&call.qkv, &call.attention_out, &call.gate_up, &call.down})
+      most = std::max(most, call.panel_bytes(call.dtype, weight, chunk));
+    panels = take<char>(call, most);
   }
 
  private:
@@ -83,13 +90,6 @@ struct Workspace {
     return place;
   }
 };
-
-template <typename T>
-void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, Word* panels,
-              int64_t rows) {
-  if (weight.scales) products::multiply<T, int8_t>(team, weight, x, residual, out, panels, rows);
-  else products::multiply<T, T>(team, weight, x, residual, out, panels, rows);
-}
 
 template <typename T>
 Result run(const LayerCall& call) {
@@ -118,16 +118,25 @@ Result run(const LayerCall& call) {
   const T* const hidden = static_cast<const T*>(call.hidden);
   T* const out = static_cast<T*>(call.out);
   const int64_t chunks = (call.rows + space.chunk - 1) / space.chunk;
-  const int64_t steps = chunks * (4 * products::kSteps + 3) + call.num_parts * (1 + Attention<T>::kSteps);
+  const int64_t steps = chunks * (4 * kProductSteps + 5) + call.num_parts * (1 + Attention<T>::kSteps);
   in_team(true, steps, [&](Team& team) {
-    const auto norm = [&](const NormWeight& by, const T* x, int64_t rows) {
-      const T* const weight = static_cast<const T*>(by.weight);
-      norm_rows<T>(team, x, nullptr, weight, space.normed, nullptr, rows, size, by.eps, by.offset);
+    const auto multiply = [&](const ProductWeight& weight, const T* x, const T* residual, T* out, int64_t rows) {
+      call.multiply(&team, call.dtype, &weight, x, residual, out, space.panels, rows);
+    };
+    const auto norm = [&](const NormWeight& by, const T* x, const T* residual, T* to, int64_t rows) {
+      norm_rows<T>(team, x, residual, static_cast<const T*>(by.weight), to, nullptr, rows, size, by.eps, by.offset);
+    };
+    // to = residual + the product of x, or its norm.
+    const auto add = [&](const ProductWeight& weight, const NormWeight& after, const T* x, const T* residual, T* to,
+                         int64_t rows) {
+      if (!after.weight) return multiply(weight, x, residual, to, rows);
+      multiply(weight, x, nullptr, space.normed, rows);
+      norm(after, space.normed, residual, to, rows);
     };
     for (int64_t first = 0; first < call.rows; first += space.chunk) {
       const int64_t rows = std::min(space.chunk, call.rows - first);
-      norm(call.before_attention, hidden + first * size, rows);
-      multiply<T>(team, call.qkv, space.normed, nullptr, heads + first * call.qkv.outputs, space.panels, rows);
+      norm(call.before_attention, hidden + first * size, nullptr, space.normed, rows);
+      multiply(call.qkv, space.normed, nullptr, heads + first * call.qkv.outputs, rows);
     }
     // All writes first: a sequence may share a prefix that another one computes in this step.
     for (const RotaryCall& rotary : rotaries) rotary_write<T>(team, rotary);
@@ -136,11 +145,11 @@ Result run(const LayerCall& call) {
       const int64_t rows = std::min(space.chunk, call.rows - first);
       T* const sums = out + first * size;
       const T* const attended = space.attended + first * width;
-      multiply<T>(team, call.attention_out, attended, hidden + first * size, sums, space.panels, rows);
-      norm(call.before_mlp, sums, rows);
-      multiply<T>(team, call.gate_up, space.normed, nullptr, space.gate_up, space.panels, rows);
+      add(call.attention_out, call.after_attention, attended, hidden + first * size, sums, rows);
+      norm(call.before_mlp, sums, nullptr, space.normed, rows);
+      multiply(call.gate_up, space.normed, nullptr, space.gate_up, rows);
       gate_rows(team, call.activation, space.gate_up, space.activated, rows, call.down.inputs);
-      multiply<T>(team, call.down, space.activated, sums, sums, space.panels, rows);
+      add(call.down, call.after_mlp, space.activated, sums, sums, rows);
     }
   });
   return kDone;
@@ -148,28 +157,18 @@ Result run(const LayerCall& call) {
 
 }  // namespace
 
-#endif
-
 extern "C" {
 
 // Bytes of the workspace for a call's rows, weights and dtype.
 int64_t folio_layer_workspace(const LayerCall* call) {
-  int64_t num_bytes = 0;
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-  with_type(call->dtype, [&](auto type) { num_bytes = Workspace<decltype(type)>(*call).num_bytes; });
-#endif
-  return num_bytes;
+  return call->dtype == 0 ? Workspace<float>(*call).num_bytes : Workspace<BFloat16>(*call).num_bytes;
 }
 
 // Returns a folio::Result. Nothing is read or written unless all slots and cached tokens are within the cache.
 int folio_layer(const LayerCall* call) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
   if (call->dtype == 0) return run<float>(*call);
-#if defined(__AVX512BF16__)
-  if (call->dtype == 1) return run<folio::BFloat16>(*call);
-#endif
-#endif
-  return folio::kUnsupported;
+  if (call->dtype == 1) return run<BFloat16>(*call);
+  return kUnsupported;
 }
 
 }  // extern "C"

@@ -1,94 +1,163 @@
-// Linear layers: a matrix product with packed weights, and the packing.
+// Linear layers: a matrix product with packed weights, the packing, and the look-up of rows.
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
-#include "product.h"
-#include "vector.h"
-
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#include "linear.h"
 
 namespace {
 
 using namespace folio;
-using namespace folio::products;
 
 constexpr int64_t kParallelProducts = 1 << 16;  // below, a second thread costs more than it saves
 
-// `scales`, for 8-bit weights: an output's largest weight is 127 times its scale.
-template <typename T, typename S>
-void pack(const T* weight, S* packed, float* scales, int64_t outputs, int64_t inputs) {
-  constexpr int kWide = kPerWord<T>;
-  const int64_t words = words_of<T>(inputs), tiles = (outputs + kTile - 1) / kTile;
-#pragma omp parallel for
-  for (int64_t tile = 0; tile < tiles; tile++) {
-    S* to = packed + tile * words * kTile * kWide;
-    std::memset(to, 0, words * kTile * kWide * sizeof(S));
-    for (int64_t i = 0; i < std::min<int64_t>(kTile, outputs - tile * kTile); i++) {
-      const int64_t output = tile * kTile + i;
-      const T* row = weight + output * inputs;
-      float largest = 0.0f;
-      if constexpr (sizeof(S) != sizeof(T)) {
-        for (int64_t j = 0; j < inputs; j++) largest = std::max(largest, std::fabs(to_float(row[j])));
-        scales[output] = largest / 127.0f;
+// Copy a weight into tiles [words][kTile][kWide].
+template <int kTile, int kWide, typename T>
+void pack(const T* weight, T* packed, int64_t outputs, int64_t inputs) {
+  const int64_t tile_size = (inputs + kWide - 1) / kWide * kTile * kWide, tiles = (outputs + kTile - 1) / kTile;
+  in_team(true, 1, [&](Team& team) {
+    team.each(tiles, [&](int64_t tile) {
+      T* const to = packed + tile * tile_size;
+      std::memset(to, 0, tile_size * sizeof(T));
+      for (int64_t i = 0; i < std::min<int64_t>(kTile, outputs - tile * kTile); i++) {
+        const T* const row = weight + (tile * kTile + i) * inputs;
+        for (int64_t j = 0; j < inputs; j++) to[(j / kWide * kTile + i) * kWide + j % kWide] = row[j];
       }
-      const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-      for (int64_t j = 0; j < inputs; j++) {
-        S* at = to + (j / kWide * kTile + i) * kWide + j % kWide;
-        if constexpr (sizeof(S) == sizeof(T)) *at = row[j];
-        else *at = static_cast<S>(std::lrintf(to_float(row[j]) * inverse));
+    });
+  });
+}
+
+// Put the words of a slab into planes.
+void pack_slab(int bits, const uint8_t (*words)[codes::kVector], uint8_t* to) {
+  using codes::kVector, codes::kWords;
+  std::memset(to, 0, bits * kVector);
+  uint8_t* const high = to + (bits < 4 ? 2 : 4) * kVector;
+  for (int i = 0; i < kWords; i++)
+    for (int b = 0; b < kVector; b++) {
+      const uint8_t code = words[i][b];
+      if (bits == 8) to[i * kVector + b] = code;
+      else if (bits < 4) to[i / 4 * kVector + b] |= (code & 3) << 2 * (i % 4);
+      else to[i % 4 * kVector + b] |= (code & 15) << (i < 4 ? 0 : 4);
+      if (bits == 3) high[b] |= (code >> 2 & 1) << i;
+      if (bits == 5) high[b] |= (code >> 4 & 1) << i;
+      if (bits == 6) high[i / 4 * kVector + b] |= (code >> 4 & 3) << 2 * (i % 4);
+    }
+}
+
+// The values of the tile's output `lane`, [slabs * 32].
+template <int kBits>
+void unpack_row(const codes::Tile<kBits>& tile, int64_t slabs, int lane, float* to) {
+  using namespace codes;
+  const WeightPart& part = tile.part;
+  for (int64_t slab = 0; slab < slabs; slab++)
+    for (int i = 0; i < kWords; i++) {
+      const int half = i * Tile<kBits>::kHalves / kWords;
+      const Bytes w = word<kBits>(tile.codes + slab * kBits * kVector, i);
+      const float scale = tile.scale(slab, half, 0)[lane];
+      for (int b = 0; b < 4; b++) {
+        const int code = w[4 * lane + b];
+        float value = scale * static_cast<float>(part.table ? part.table[code] - 128 : code - part.zero);
+        if (part.has_offsets) value += tile.scale(slab, half, 1)[lane];
+        to[slab * kSlab + 4 * i + b] = value;
       }
     }
-  }
+}
+
+template <typename T>
+void unpack_rows(const ProductWeight& weight, const int64_t* outputs, T* out, int64_t rows) {
+  const int64_t slabs = (weight.inputs + codes::kSlab - 1) / codes::kSlab;
+  in_team(rows * weight.inputs > kParallelElements, 1, [&](Team& team) {
+    team.each(rows, [&](int64_t r) {
+      static thread_local std::vector<float> values;
+      values.resize(slabs * codes::kSlab);
+      int64_t output = outputs[r];
+      const WeightPart* part = weight.parts;
+      for (; output >= part->outputs; part++) output -= part->outputs;
+      codes::with_form(*part, [&](auto bits, auto) {
+        const codes::Tile<bits> tile(*part, output / codes::kTile, slabs);
+        unpack_row<bits>(tile, slabs, static_cast<int>(output % codes::kTile), values.data());
+      });
+      const float factor = part->factors ? part->factors[output] : 1.0f;
+      T* const to = out + r * weight.inputs;
+      for (int64_t i = 0; i < weight.inputs; i++)
+        from_float(values[i] * factor, to + (weight.order ? weight.order[i] : i));
+    });
+  });
 }
 
 }  // namespace
 
-#endif
-
 extern "C" {
 
-// True if this processor has the products; dtype: 0 float32, 1 bfloat16, 2 float16.
-int folio_linear_supports(int dtype) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-  return dtype == 0 || dtype == 1;
-#elif defined(__AVX512F__) && defined(__AVX512BW__)
-  return dtype == 0;
-#else
+// Outputs of a tile of weights of this dtype, or of codes if it is -1; 0 if this processor has no such product.
+// dtype: 0 float32, 1 bfloat16.
+int folio_linear_tile(int dtype) {
+  if (dtype < 0) return codes::kTile;
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  if (dtype == 0 || (dtype == 1 && kNativeProduct<BFloat16>)) return native::kTile;
+#endif
+#if defined(FOLIO_WIDE_PRODUCTS)
+  if (dtype == 0 || dtype == 1) return wide::kTile;
+#endif
   return 0;
-#endif
 }
 
-// With scales, which are filled, weights are packed as 8-bit integers.
-void folio_linear_pack(int dtype, const void* weight, void* packed, float* scales, int64_t outputs, int64_t inputs) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-  with_type(dtype, [&](auto type) {
+void folio_linear_pack(int dtype, const void* weight, void* packed, int64_t outputs, int64_t inputs) {
+  const auto run = [&](auto type, auto wide) {
     using T = decltype(type);
-    const T* from = static_cast<const T*>(weight);
-    if (scales) pack(from, static_cast<int8_t*>(packed), scales, outputs, inputs);
-    else pack(from, static_cast<T*>(packed), scales, outputs, inputs);
-  });
-#endif
-}
-
-// x [rows, inputs], out [rows, outputs]; scales or bias may be null; panels: room for rows × words.
-void folio_linear(int dtype, const void* x, const void* packed, const float* scales, const void* bias, void* out,
-                  void* panels, int64_t rows, int64_t outputs, int64_t inputs) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-  const ProductWeight weight{packed, scales, bias, outputs, inputs};
-  const auto run = [&](auto type, auto stored) {
-    using T = decltype(type);
-    in_team(rows * outputs * inputs > kParallelProducts, kSteps, [&](Team& team) {
-      multiply<T, decltype(stored)>(team, weight, static_cast<const T*>(x), nullptr, static_cast<T*>(out),
-                                    static_cast<Word*>(panels), rows);
-    });
+    const T* const from = static_cast<const T*>(weight);
+    T* const to = static_cast<T*>(packed);
+    folio_linear_tile(dtype) == 32 ? pack<32, wide>(from, to, outputs, inputs) : pack<16, wide>(from, to, outputs, inputs);
   };
-  if (dtype == 0) scales ? run(float{}, int8_t{}) : run(float{}, float{});
-#if defined(__AVX512BF16__)
-  if (dtype == 1) scales ? run(BFloat16{}, int8_t{}) : run(BFloat16{}, BFloat16{});
-#endif
-#endif
+  if (dtype == 0) run(float{}, std::integral_constant<int, 1>{});
+  if (dtype == 1) run(BFloat16{}, std::integral_constant<int, 2>{});
+}
+
+// codes [outputs, inputs], a byte each.
+void folio_codes_pack(int bits, const uint8_t* from, uint8_t* packed, int64_t outputs, int64_t inputs) {
+  using namespace codes;
+  const int64_t slabs = (inputs + kSlab - 1) / kSlab, tiles = (outputs + kTile - 1) / kTile;
+  in_team(true, 1, [&](Team& team) {
+    team.each(tiles, [&](int64_t tile) {
+      for (int64_t slab = 0; slab < slabs; slab++) {
+        uint8_t words[kWords][kVector] = {};
+        for (int64_t lane = 0; lane < std::min<int64_t>(kTile, outputs - tile * kTile); lane++) {
+          const uint8_t* const row = from + (tile * kTile + lane) * inputs + slab * kSlab;
+          for (int64_t k = 0; k < std::min<int64_t>(kSlab, inputs - slab * kSlab); k++)
+            words[k / 4][4 * lane + k % 4] = row[k];
+        }
+        pack_slab(bits, words, packed + (tile * slabs + slab) * bits * kVector);
+      }
+    });
+  });
+}
+
+// out [rows, inputs]: these outputs of a quantised weight, which must be there.
+void folio_codes_rows(int dtype, const ProductWeight* weight, const int64_t* outputs, void* out, int64_t rows) {
+  with_type(dtype, [&](auto type) { unpack_rows(*weight, outputs, static_cast<decltype(type)*>(out), rows); });
+}
+
+int64_t folio_linear_panel_bytes(int dtype, const ProductWeight* weight, int64_t rows) {
+  return dtype == 0 ? panel_bytes<float>(*weight, rows) : panel_bytes<BFloat16>(*weight, rows);
+}
+
+// See `folio::multiply`.
+void folio_multiply(Team* team, int dtype, const ProductWeight* weight, const void* x, const void* residual, void* out,
+                    void* panels, int64_t rows) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    multiply<T>(*team, *weight, static_cast<const T*>(x), static_cast<const T*>(residual), static_cast<T*>(out), panels,
+                rows);
+  };
+  if (dtype == 0) run(float{});
+  if (dtype == 1) run(BFloat16{});
+}
+
+// x [rows, inputs], out [rows, outputs]; panels: of `folio_linear_panel_bytes`.
+void folio_linear(int dtype, const ProductWeight* weight, const void* x, void* out, void* panels, int64_t rows) {
+  in_team(rows * weight->outputs * weight->inputs > kParallelProducts, kProductSteps,
+          [&](Team& team) { folio_multiply(&team, dtype, weight, x, nullptr, out, panels, rows); });
 }
 
 }  // extern "C"

@@ -13,22 +13,11 @@
 #include "team.h"
 #include "transpose.h"
 #include "vector.h"
-
-extern "C" {
-
-// A weight [outputs, inputs] as `folio_linear_pack` packs it. Mirrored field by field in kernels/cpu/layer.py.
-struct ProductWeight {
-  const void* data;
-  const float* scales;  // of 8-bit weights, else null
-  const void* bias;     // [outputs] or null
-  int64_t outputs, inputs;
-};
-
-}  // extern "C"
+#include "weight.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 
-namespace folio::products {
+namespace folio::native {
 
 constexpr int kTile = 2 * kLanes;  // outputs
 constexpr int kPanelRows = 14;       // 28 sums, 2 vectors of weights and a word are 31 of 32 registers
@@ -53,30 +42,13 @@ inline Vec weights_at(const T* p) {
   return load(reinterpret_cast<const float*>(p));
 }
 
-// 8-bit weights as T: integers up to 127 are exact in bfloat16, too.
-inline Vec widened(float, const int8_t* p) {
-  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
-#if defined(__AVX512BF16__)
-inline Vec widened(BFloat16, const int8_t* p) {
-  return (Vec)_mm512_cvtne2ps_pbh((__m512)widened(0.0f, p + kLanes), (__m512)widened(0.0f, p));
-}
-#endif
-
 // Input elements in a word.
 template <typename T>
 constexpr int kPerWord = sizeof(Word) / sizeof(T);
 
-// The weights of a tile, stored as S, and computed with as T.
-template <typename T, typename S>
-inline Vec load_weights(const S* p) {
-  if constexpr (sizeof(S) == sizeof(T)) return weights_at(p);
-  else return widened(T{}, p);
-}
-
 // kRows × one tile. Prefetches `lines` cache lines of `ahead` per chunk: bursts would be dropped.
-template <typename T, typename S, int kRows>
-void block(const Word* x, const S* weights, int64_t words, const char* ahead, int lines, Vec (*out)[2]) {
+template <typename T, int kRows>
+void block(const Word* x, const T* weights, int64_t words, const char* ahead, int lines, Vec (*out)[2]) {
   constexpr int kVector = kLanes * kPerWord<T>;  // weights in a vector
   Vec sums[kRows][2] = {};
   for (int64_t begin = 0; begin < words; begin += kChunk) {
@@ -84,8 +56,8 @@ void block(const Word* x, const S* weights, int64_t words, const char* ahead, in
     for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + 64 * i, 0, 2);
     ahead += 64 * lines;
     for (int64_t k = begin; k < end; k++) {
-      const Vec first = load_weights<T>(weights + 2 * k * kVector);
-      const Vec second = load_weights<T>(weights + (2 * k + 1) * kVector);
+      const Vec first = weights_at(weights + 2 * k * kVector);
+      const Vec second = weights_at(weights + (2 * k + 1) * kVector);
 #pragma GCC unroll 14
       for (int r = 0; r < kRows; r++) {
         const Vec word = (Vec)_mm512_set1_epi32(static_cast<int>(x[k * kRows + r]));
@@ -97,13 +69,13 @@ void block(const Word* x, const S* weights, int64_t words, const char* ahead, in
   for (int r = 0; r < kRows; r++) out[r][0] = sums[r][0], out[r][1] = sums[r][1];
 }
 
-template <typename T, typename S>
-using Block = void (*)(const Word*, const S*, int64_t, const char*, int, Vec (*)[2]);
+template <typename T>
+using Block = void (*)(const Word*, const T*, int64_t, const char*, int, Vec (*)[2]);
 
-template <typename T, typename S>
-constexpr Block<T, S> kBlocks[kPanelRows] = {
-    block<T, S, 1>, block<T, S, 2>, block<T, S, 3>,  block<T, S, 4>,  block<T, S, 5>,  block<T, S, 6>,  block<T, S, 7>,
-    block<T, S, 8>, block<T, S, 9>, block<T, S, 10>, block<T, S, 11>, block<T, S, 12>, block<T, S, 13>, block<T, S, 14>};
+template <typename T>
+constexpr Block<T> kBlocks[kPanelRows] = {block<T, 1>,  block<T, 2>,  block<T, 3>,  block<T, 4>, block<T, 5>,
+                                          block<T, 6>,  block<T, 7>,  block<T, 8>,  block<T, 9>, block<T, 10>,
+                                          block<T, 11>, block<T, 12>, block<T, 13>, block<T, 14>};
 
 template <typename T>
 int64_t words_of(int64_t inputs) {
@@ -127,20 +99,17 @@ void pack_rows(const T* x, Word* panel, int64_t count, int64_t inputs, int64_t b
   }
 }
 
-// Calls of `Team::each` in a product.
-constexpr int kSteps = 2;
-
 // out [rows, outputs] = x [rows, inputs] · weight, rounded, and then plus the residual unless it is null. panels: room
 // for rows × words.
-template <typename T, typename S>
+template <typename T>
 void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, Word* panels,
               int64_t rows) {
   const int64_t inputs = weight.inputs, outputs = weight.outputs;
-  const S* const packed = static_cast<const S*>(weight.data);
+  const T* const packed = static_cast<const T*>(weight.parts->codes);
   const T* const bias = static_cast<const T*>(weight.bias);
   const int64_t words = words_of<T>(inputs), tiles = (outputs + kTile - 1) / kTile;
   const int64_t num_panels = (rows + kPanelRows - 1) / kPanelRows, height = (rows + num_panels - 1) / num_panels;
-  const int64_t tile_bytes = words * kTile * kPerWord<T> * sizeof(S);
+  const int64_t tile_bytes = words * kTile * kPerWord<T> * sizeof(T);
   const int64_t chunks = (words + kChunk - 1) / kChunk;
   const int64_t fitting = (kCacheBytes - tile_bytes) / (height * words * static_cast<int64_t>(sizeof(Word)));
   const int64_t group = std::min(num_panels, std::max(kMinPanels, fitting));
@@ -161,23 +130,22 @@ void multiply(Team& team, const ProductWeight& weight, const T* x, const T* resi
   const int64_t groups = (num_panels + group - 1) / group;
   team.each(groups * tiles, [&](int64_t i) {
     const int64_t begin = i / tiles * group, end = std::min(num_panels, begin + group), tile = i % tiles;
-    const S* weights = packed + tile * (tile_bytes / sizeof(S));
+    const T* weights = packed + tile * (tile_bytes / sizeof(T));
     const char* ahead = reinterpret_cast<const char*>(weights) + tile_bytes;
     const char* const ahead_end = ahead + (tile + 1 < tiles ? tile_bytes : 0);
     for (int64_t panel = begin; panel < end; panel++) {
       const int64_t first = panel * height, count = std::min(height, rows - first);
       Vec sums[kPanelRows][2];
-      kBlocks<T, S>[count - 1](panels + first * words, weights, words, ahead, ahead < ahead_end ? lines : 0, sums);
+      kBlocks<T>[count - 1](panels + first * words, weights, words, ahead, ahead < ahead_end ? lines : 0, sums);
       ahead += chunks * lines * 64;
       for (int half = 0; half < 2; half++) {
         const int64_t output = tile * kTile + half * kLanes, left = outputs - output;
         if (left <= 0) break;
-        const Vec scale = sizeof(S) == sizeof(T) ? broadcast(1.0f) : load_some(weight.scales + output, left);
         const Vec offset = bias ? load_some(bias + output, left) : Vec{};
         T* to = out + first * outputs + output;
         const T* added = residual ? residual + first * outputs + output : nullptr;  // may be the output
         for (int64_t r = 0; r < count; r++) {
-          Vec sum = sums[r][half] * scale + offset;
+          Vec sum = sums[r][half] + offset;
           if (added) sum = rounded<T>(sum) + load_some(added + r * outputs, left);
           store_some(sum, to + r * outputs, left);
         }
@@ -186,6 +154,6 @@ void multiply(Team& team, const ProductWeight& weight, const T* x, const T* resi
   });
 }
 
-}  // namespace folio::products
+}  // namespace folio::native
 
 #endif

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "team.h"
 #include "vector.h"
 
 namespace {
@@ -67,8 +68,8 @@ void folio_row_max(int dtype, const void* x, float* values, int64_t* places, int
                    int64_t stride) {
   with_type(dtype, [&](auto type) {
     const auto* from = static_cast<const decltype(type)*>(x);
-#pragma omp parallel for schedule(dynamic, 1) if (rows * size > kParallelElements)
-    for (int64_t row = 0; row < rows; row++) row_max(from + row * stride, size, values + row, places + row);
+    for_each(rows * size > kParallelElements, rows,
+             [&](int64_t row) { row_max(from + row * stride, size, values + row, places + row); });
   });
 }
 

@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "team.h"
 #include "vector.h"
 
 extern "C" {
@@ -329,17 +330,16 @@ struct Row {
 extern "C" {
 
 void folio_choose(const ChooseCall* call) {
-#pragma omp parallel if (call->rows > 1 && call->rows * call->vocab_size > folio::kParallelElements)
-  {
+  const bool parallel = call->rows > 1 && call->rows * call->vocab_size > folio::kParallelElements;
+  folio::for_each(parallel, call->rows, [&](int64_t i) {
     static thread_local Row row;  // fresh memory would cost as much as the choice
     const int64_t num_blocks = (call->vocab_size + kBlock - 1) / kBlock;
     row.width = num_blocks * kBlock;
     row.logits.resize(row.width);
     row.masses.resize(row.width);
     row.maxima.resize(num_blocks);
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < call->rows; i++) call->tokens[i] = row.choose(*call, i, call->possible + i);
-  }
+    call->tokens[i] = row.choose(*call, i, call->possible + i);
+  });
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// Sharing out the items of several steps among the threads of one parallel region.
+// Sharing out the items of several steps among the threads of the pool.
 //
 // A thread takes the items of its own range one by one, then those that are left of other ranges, from their ends: the
 // owner of a range has prefetched its next item. A step is over when all of its items are done; threads that have none
@@ -7,25 +7,15 @@
 #pragma once
 
 #include <omp.h>
-#include <sched.h>
 
 #include <atomic>
 #include <cassert>
 #include <cstdint>
 #include <memory>
 
+#include "pool.h"
+
 namespace folio {
-
-constexpr int kSpins = 1000;  // looks at a step's end before the processor is offered to other threads
-
-// Tells the processor that this thread waits for another one's store.
-inline void spin_pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Of a step, the items done; of a range, those taken: from the front by its owner, in the lower half, and from the end.
 struct alignas(64) Counter {
@@ -66,14 +56,9 @@ class Team {
       }
       if (calls) done.fetch_add(calls, std::memory_order_release);
     }
-    for (int spins = 0; done.load(std::memory_order_acquire) < uint64_t(count);) {
-      if (spins == kSpins) {
-        sched_yield();
-      } else {
-        spin_pause();
-        spins++;
-      }
-    }
+    const auto all_done = [&] { return done.load(std::memory_order_acquire) >= uint64_t(count); };
+    while (!all_done())
+      if (!spin_until(all_done)) sched_yield();
   }
 
  private:
@@ -82,7 +67,8 @@ class Team {
   int thread_, num_threads_;
 };
 
-// Calls body(team) in all threads, or only in this one. most_steps: calls of `each` that a thread makes at most.
+// Calls body(team) in several threads, as many as torch uses, or only in this one. most_steps: calls of `each` that a
+// thread makes at most.
 template <typename Body>
 void in_team(bool parallel, int64_t most_steps, Body body) {
   const int most_threads = parallel ? omp_get_max_threads() : 1;
@@ -92,12 +78,18 @@ void in_team(bool parallel, int64_t most_steps, Body body) {
     return;
   }
   const std::unique_ptr<Counter[]> counters(new Counter[most_steps * (most_threads + 1)]);
-#pragma omp parallel num_threads(most_threads)
-  {
-    // The system may give fewer threads than asked for.
-    Team team(counters.get(), most_steps, omp_get_thread_num(), omp_get_num_threads());
+  const auto run = [&](int thread) {
+    Team team(counters.get(), most_steps, thread, most_threads);
     body(team);
-  }
+  };
+  Pool::get().run([](void* argument, int thread) { (*static_cast<decltype(run)*>(argument))(thread); },
+                  const_cast<void*>(static_cast<const void*>(&run)), most_threads);
+}
+
+// Calls item(i) for i in 0 … count - 1, each once, in several threads or only in this one.
+template <typename Item>
+void for_each(bool parallel, int64_t count, Item item) {
+  in_team(parallel, 1, [&](Team& team) { team.each(count, item); });
 }
 
 }  // namespace folio

@@ -1,21 +1,22 @@
 // Matrix products for processors without products of bfloat16: weights stay short in memory, and are widened to float32
 // in registers. AVX2 with FMA, AVX-512 without BF16, and Arm's NEON.
 //
-// Weights are packed in tiles of 16 outputs, [tiles][words][16][inputs of a word]: a word is 2 bfloat16, a float, or an
-// 8-bit integer. Rows are widened once, in panels [inputs][rows]. The sums of a panel × some tiles stay in registers.
+// Weights are packed in tiles of 16 outputs, [tiles][words][16][inputs of a word]: a word is 2 bfloat16 or a float. Rows are widened once, in panels [inputs][rows]. The sums of a panel × some tiles stay in registers.
 //
 //     few rows    a panel × several tiles at a time, else each sum would wait for the one before
 //     many rows   256 inputs of a tile are widened once into the first-level cache, and multiplied with many panels
 //
 // Either way a result is one sum in the order of the inputs: it depends neither on other rows nor on the number of
 // threads.
+#pragma once
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 #include "team.h"
 #include "vector.h"
+#include "weight.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -27,9 +28,7 @@
 
 #if defined(FOLIO_WIDE_PRODUCTS)
 
-namespace {
-
-using namespace folio;
+namespace folio::wide {
 
 #if defined(__AVX512F__)
 constexpr int kNative = 16, kSums = 24, kMaxRows = 12;
@@ -45,13 +44,10 @@ constexpr int64_t kDirectPanels = 2;        // up to here rows are few
 constexpr int64_t kChunk = 256;             // inputs that are widened at a time: 16 KiB
 constexpr int64_t kCacheBytes = 384 << 10;  // of a core's second-level cache, for panels
 constexpr int64_t kMinPanels = 8, kMaxPanels = 64;  // multiplied with a widened tile
-constexpr int64_t kParallelProducts = 1 << 16;  // below, a second thread costs more than it saves
 
 typedef float Native __attribute__((vector_size(4 * kNative)));
 typedef float Unaligned __attribute__((vector_size(4 * kNative), aligned(4)));
 typedef uint32_t Bits __attribute__((vector_size(4 * kNative)));
-typedef int32_t Integers __attribute__((vector_size(4 * kNative)));
-typedef int8_t Bytes __attribute__((vector_size(kNative)));
 
 constexpr int kMaxSums = std::max(kSums * kNative, kMaxRows * kTile);
 
@@ -71,16 +67,6 @@ inline void widen_words(const BFloat16* p, Native* to) {
   std::memcpy(&bits, p, sizeof bits);
   to[0] = reinterpret_cast<Native>(bits << 16);
   to[1] = reinterpret_cast<Native>(bits & 0xffff0000u);
-}
-inline void widen_words(const int8_t* p, Native* to) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  const Integers lanes = (Integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-#else
-  Bytes bytes;
-  std::memcpy(&bytes, p, sizeof bytes);
-  const Integers lanes = __builtin_convertvector(bytes, Integers);
-#endif
-  to[0] = __builtin_convertvector(lanes, Native);
 }
 
 // sums [rows][tiles][16] += kRows × kTiles tiles, `tile_size` weights apart.
@@ -149,45 +135,18 @@ void pack_rows(const T* x, float* to, int64_t count, int64_t inputs, int64_t pad
   std::memset(to + inputs * count, 0, (padded - inputs) * count * sizeof(float));
 }
 
-// `scales`, for 8-bit weights: an output's largest weight is 127 times its scale.
-template <typename T, typename S>
-void pack(const T* weight, S* packed, float* scales, int64_t outputs, int64_t inputs) {
-  constexpr int kWide = kPerWord<S>;
-  const int64_t tile_size = words_of<S>(inputs) * kTile * kWide, tiles = (outputs + kTile - 1) / kTile;
-#pragma omp parallel for
-  for (int64_t tile = 0; tile < tiles; tile++) {
-    S* to = packed + tile * tile_size;
-    std::memset(to, 0, tile_size * sizeof(S));
-    for (int64_t i = 0; i < std::min<int64_t>(kTile, outputs - tile * kTile); i++) {
-      const int64_t output = tile * kTile + i;
-      const T* row = weight + output * inputs;
-      float largest = 0.0f;
-      if constexpr (sizeof(S) == 1) {
-        for (int64_t j = 0; j < inputs; j++) largest = std::max(largest, std::fabs(to_float(row[j])));
-        scales[output] = largest / 127.0f;
-      }
-      const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-      for (int64_t j = 0; j < inputs; j++) {
-        S* at = to + (j / kWide * kTile + i) * kWide + j % kWide;
-        if constexpr (sizeof(S) == 1) *at = static_cast<S>(std::lrintf(to_float(row[j]) * inverse));
-        else *at = row[j];
-      }
-    }
-  }
-}
-
 // A product, without the division among threads.
-template <typename T, typename S>
+template <typename T>
 struct Product {
-  const S* packed;
-  const float* scales;
+  const T* packed;
   const T* bias;
+  const T* residual;
   T* out;
   const float* panels;
   int64_t rows, outputs, inputs;
 
-  int64_t words() const { return words_of<S>(inputs); }
-  int64_t padded() const { return words() * kPerWord<S>; }
+  int64_t words() const { return words_of<T>(inputs); }
+  int64_t padded() const { return words() * kPerWord<T>; }
   int64_t num_panels() const { return (rows + kMaxRows - 1) / kMaxRows; }
   int64_t height() const { return (rows + num_panels() - 1) / num_panels(); }
   int64_t count(int64_t panel) const { return std::min(height(), rows - panel * height()); }
@@ -197,7 +156,7 @@ struct Product {
     for (int64_t at_once; step > 0; tile += at_once, step -= at_once) {
       alignas(64) float sums[kMaxSums] = {};
       at_once = step;
-      const Block<S> multiply = choose_block<S>(count(panel), &at_once);
+      const Block<T> multiply = choose_block<T>(count(panel), &at_once);
       multiply(panels + panel * height() * padded(), packed + tile * kTile * padded(), words(), kTile * padded(), sums);
       for (int64_t t = 0; t < at_once; t++) write(panel, tile + t, sums + t * kTile, at_once * kTile);
     }
@@ -210,13 +169,13 @@ struct Product {
     std::memset(sums, 0, (end - begin) * sizeof sums[0]);
     for (int64_t k = 0; k < padded(); k += kChunk) {
       const int64_t depth = std::min(kChunk, padded() - k);
-      const S* weights = packed + (tile * padded() + k) * kTile;
-      if constexpr (sizeof(S) < sizeof(float)) widen_tile(weights, depth, wide);
+      const T* weights = packed + (tile * padded() + k) * kTile;
+      if constexpr (sizeof(T) < sizeof(float)) widen_tile(weights, depth, wide);
       for (int64_t panel = begin; panel < end; panel++) {
         int64_t one = 1;
         const Block<float> multiply = choose_block<float>(count(panel), &one);
         const float* x = panels + panel * height() * padded() + k * count(panel);
-        if constexpr (sizeof(S) < sizeof(float)) multiply(x, wide, depth, 0, sums[panel - begin]);
+        if constexpr (sizeof(T) < sizeof(float)) multiply(x, wide, depth, 0, sums[panel - begin]);
         else multiply(x, weights, depth, 0, sums[panel - begin]);
       }
     }
@@ -224,8 +183,8 @@ struct Product {
   }
 
  private:
-  static void widen_tile(const S* weights, int64_t depth, float* to) {
-    constexpr int kWide = kPerWord<S>;
+  static void widen_tile(const T* weights, int64_t depth, float* to) {
+    constexpr int kWide = kPerWord<T>;
     for (int64_t k = 0; k < depth; k += kWide)
       for (int p = 0; p < kParts; p++) {
         Native lanes[kWide];
@@ -237,81 +196,47 @@ struct Product {
   // Sums of a panel's rows, `stride` apart, for one tile.
   void write(int64_t panel, int64_t tile, const float* sums, int64_t stride) const {
     const int64_t output = tile * kTile, left = outputs - output;
-    const Vec scale = sizeof(S) == 1 ? load_some(scales + output, left) : broadcast(1.0f);
     const Vec offset = bias ? load_some(bias + output, left) : Vec{};
     T* to = out + panel * height() * outputs + output;
-    for (int64_t r = 0; r < count(panel); r++)
-      store_some(load(sums + r * stride) * scale + offset, to + r * outputs, left);
+    const T* added = residual ? residual + panel * height() * outputs + output : nullptr;  // may be the output
+    for (int64_t r = 0; r < count(panel); r++) {
+      Vec sum = load(sums + r * stride) + offset;
+      if (added) sum = rounded<T>(sum) + load_some(added + r * outputs, left);
+      store_some(sum, to + r * outputs, left);
+    }
   }
 };
 
-template <typename T, typename S>
-void linear(const T* x, const S* packed, const float* scales, const T* bias, T* out, float* panels, int64_t rows,
-            int64_t outputs, int64_t inputs) {
-  const Product<T, S> product{packed, scales, bias, out, panels, rows, outputs, inputs};
+// Like `native::multiply`; panels: room for rows × (inputs + 1) floats.
+template <typename T>
+void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, float* panels,
+              int64_t rows) {
+  const int64_t inputs = weight.inputs;
+  const Product<T> product{static_cast<const T*>(weight.parts->codes), static_cast<const T*>(weight.bias),
+                           residual, out, panels, rows, weight.outputs, inputs};
   const int64_t num_panels = product.num_panels(), height = product.height(), padded = product.padded();
-  const int64_t tiles = (outputs + kTile - 1) / kTile;
+  const int64_t tiles = (weight.outputs + kTile - 1) / kTile;
   const int64_t fitting = kCacheBytes / (height * padded * static_cast<int64_t>(sizeof(float)));
   const int64_t group = std::min(num_panels, std::clamp(fitting, kMinPanels, kMaxPanels));
-  in_team(rows * outputs * inputs > kParallelProducts, 2, [&](Team& team) {
-    team.each(num_panels, [&](int64_t panel) {
-      const int64_t first = panel * height;
-      pack_rows(x + first * inputs, panels + first * padded, product.count(panel), inputs, padded);
-    });
-    if (num_panels <= kDirectPanels) {
-      const int64_t at_once = tiles_at_once(static_cast<int>(height));
-      team.each((tiles + at_once - 1) / at_once, [&](int64_t i) {
-        const int64_t tile = i * at_once;
-        for (int64_t panel = 0; panel < num_panels; panel++)
-          product.few_rows(panel, tile, std::min(at_once, tiles - tile));
-      });
-    } else {
-      team.each((num_panels + group - 1) / group * tiles, [&](int64_t i) {
-        const int64_t begin = i / tiles * group;
-        product.many_rows(begin, std::min(num_panels, begin + group), i % tiles);
-      });
-    }
+  team.each(num_panels, [&](int64_t panel) {
+    const int64_t first = panel * height;
+    pack_rows(x + first * inputs, panels + first * padded, product.count(panel), inputs, padded);
   });
+  if (num_panels <= kDirectPanels) {
+    const int64_t at_once = tiles_at_once(static_cast<int>(height));
+    team.each((tiles + at_once - 1) / at_once, [&](int64_t i) {
+      const int64_t tile = i * at_once;
+      for (int64_t panel = 0; panel < num_panels; panel++)
+        product.few_rows(panel, tile, std::min(at_once, tiles - tile));
+    });
+  } else {
+    team.each((num_panels + group - 1) / group * tiles, [&](int64_t i) {
+      const int64_t begin = i / tiles * group;
+      product.many_rows(begin, std::min(num_panels, begin + group), i % tiles);
+    });
+  }
 }
 
-}  // namespace
+}  // namespace folio::wide
 
 #endif
-
-extern "C" {
-
-// True if this processor has the products; dtype: 0 float32, 1 bfloat16, 2 float16.
-int folio_linear_supports(int dtype) {
-#if defined(FOLIO_WIDE_PRODUCTS)
-  return dtype == 0 || dtype == 1;
-#else
-  return 0;
-#endif
-}
-
-// With scales, which are filled, weights are packed as 8-bit integers.
-void folio_linear_pack(int dtype, const void* weight, void* packed, float* scales, int64_t outputs, int64_t inputs) {
-#if defined(FOLIO_WIDE_PRODUCTS)
-  const auto run = [&](auto type, auto stored) {
-    pack(static_cast<const decltype(type)*>(weight), static_cast<decltype(stored)*>(packed), scales, outputs, inputs);
-  };
-  if (dtype == 0) scales ? run(float{}, int8_t{}) : run(float{}, float{});
-  if (dtype == 1) scales ? run(BFloat16{}, int8_t{}) : run(BFloat16{}, BFloat16{});
-#endif
-}
-
-// x [rows, inputs], out [rows, outputs]; scales or bias may be null; panels: rows × (inputs + 1) floats.
-void folio_linear(int dtype, const void* x, const void* packed, const float* scales, const void* bias, void* out,
-                  void* panels, int64_t rows, int64_t outputs, int64_t inputs) {
-#if defined(FOLIO_WIDE_PRODUCTS)
-  const auto run = [&](auto type, auto stored) {
-    using T = decltype(type);
-    linear(static_cast<const T*>(x), static_cast<const decltype(stored)*>(packed), scales, static_cast<const T*>(bias),
-           static_cast<T*>(out), static_cast<float*>(panels), rows, outputs, inputs);
-  };
-  if (dtype == 0) scales ? run(float{}, int8_t{}) : run(float{}, float{});
-  if (dtype == 1) scales ? run(BFloat16{}, int8_t{}) : run(BFloat16{}, BFloat16{});
-#endif
-}
-
-}  // extern "C"

@@ -1,0 +1,105 @@
+"""Architectures of GGUF files: names of their tensors, and what llama.cpp's converter did to the weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from folio.app.models.gguf.header import GgufHeader, GgufTensor
+
+# What undoes a change of the converter: rows of each head are in pairs, or a norm's weight is one more.
+Undo = Literal["pairs of q", "pairs of k", "plus one"]
+
+_NAMES = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+# Tensors that are not the model's: factors of its rope, which its config has.
+_ROPE = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight")
+_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d{1,5})\.)?(?P<leaf>\w+)\.(?P<kind>weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How transformers names a model.
+
+    Attributes:
+        model_type: in `config.json`.
+        module: its class.
+        layer: names of a layer's modules that differ from Llama's.
+        has_pairs: rows of the query and key projections are in pairs for each head: for rope on neighbouring values.
+        adds_one: weights of norms are one more.
+    """
+
+    model_type: str
+    module: str
+    layer: Mapping[str, str] = field(default_factory=dict)
+    has_pairs: bool = False
+    adds_one: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", has_pairs=True),
+    "mistral": Architecture("mistral", "MistralForCausalLM", has_pairs=True),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", has_pairs=True),
+    "granite": Architecture("granite", "GraniteForCausalLM", has_pairs=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _QK_NORMS),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", _FUSED),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", adds_one=True),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _FOUR_NORMS, adds_one=True),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _QK_NORMS | _FOUR_NORMS, adds_one=True),
+}
+
+
+def architecture_name(header: GgufHeader) -> str:
+    """The name of a file's architecture, which has an entry in `ARCHITECTURES`. Raises `ValueError`."""
+    file, name = header.files[0], header.settings.get("general.architecture")
+    if not isinstance(name, str):
+        raise ValueError(f"{file} does not say its general.architecture; it holds no language model")
+    if name not in ARCHITECTURES:
+        raise ValueError(f"{file} has the architecture {name!r}; of GGUF files Folio reads {', '.join(ARCHITECTURES)}")
+    if experts := header.settings.get(f"{name}.expert_count"):
+        raise ValueError(f"{file} is a mixture of {experts} experts; Folio reads no experts from GGUF files yet")
+    return name
+
+
+def parameters(header: GgufHeader) -> Iterator[tuple[str, GgufTensor, Undo | None]]:
+    """Each parameter's name in transformers, its tensor, and the change to undo.
+
+    Raises:
+        ValueError: the architecture or a tensor is unknown.
+    """
+    name = architecture_name(header)
+    architecture = ARCHITECTURES[name]
+    layer = _LAYER | architecture.layer
+    for tensor in header.tensors.values():
+        if _ROPE.fullmatch(tensor.name):
+            continue
+        found = _TENSOR.fullmatch(tensor.name)
+        names, prefix = (_NAMES, "") if not found or not found["layer"] else (layer, f"model.layers.{found['layer']}.")
+        if found is None or (module := names.get(found["leaf"])) is None:
+            raise ValueError(f"{tensor.file} has the tensor {tensor.name!r}, which Folio does not know of {name!r}")
+        undo: Undo | None = None
+        if architecture.has_pairs and found["leaf"] in ("attn_q", "attn_k"):
+            undo = "pairs of q" if found["leaf"] == "attn_q" else "pairs of k"
+        elif architecture.adds_one and found["leaf"].endswith("norm"):
+            undo = "plus one"
+        yield f"{prefix}{module}.{found['kind']}", tensor, undo

@@ -1,0 +1,272 @@
+"""Headers of GGUF files, without torch: every count and length is checked against the file's size before it is used.
+
+GGUF, version, number of tensors, number of settings
+settings: name, type, value
+tensors: name, sizes (the innermost first), type, offset in the data
+padding to the alignment, data
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Setting: TypeAlias = "str | int | float | bool | tuple[Any, ...]"
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_PIECE_BYTES = 1 << 20
+# Largest header that is read; the longest known ones, of 260,000 tokens with merges, have 16 MiB.
+_MOST_HEADER_BYTES = 256 << 20
+_MOST_DIMENSIONS = 4
+_MOST_ALIGNMENT = 1 << 20
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+# Type of tensors: its name, values and bytes of a block.
+_KINDS = {
+    **{0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22)},
+    **{7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110)},
+    **{12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292)},
+    **{16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50)},
+    **{20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136)},
+    **{24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8)},
+    **{29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66)},
+    **{39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36)},
+}
+_PART = re.compile(r"(?P<name>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor is.
+
+    Attributes:
+        kind: name of its type, such as `Q4_K`.
+        shape: the innermost size last.
+        offset: in the file, in bytes.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The settings and tensors of a model.
+
+    Attributes:
+        files: of the model, the named one if it is not split.
+        digest: of all headers.
+    """
+
+    files: tuple[Path, ...]
+    settings: Mapping[str, Setting]
+    tensors: Mapping[str, GgufTensor]
+    digest: str
+
+    @property
+    def num_values(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """The header of a file, or of all files of a model that is split (`NAME-00001-of-00003.gguf`), by any of them.
+
+    Raises:
+        ValueError: with a sentence for the user: a file is missing, truncated or damaged.
+    """
+    files = split_files(path)
+    headers = [_read_file(file) for file in files]
+    first = headers[0]
+    tensors: dict[str, GgufTensor] = {}
+    for number, header in enumerate(headers):
+        if (count := header.settings.get("split.count", 1)) != len(files):
+            raise ValueError(
+                f"{header.files[0]} is of a model of {count} files (split.count), and there are {len(files)}"
+            )
+        if header.settings.get("split.no", number) != number:
+            raise ValueError(f"{header.files[0]} is part {number + 1} by its name, and has another split.no")
+        if twice := tensors.keys() & header.tensors.keys():
+            raise ValueError(f"{header.files[0]} has the tensor {min(twice)!r}, and so has a file before it")
+        tensors |= header.tensors
+    if (count := first.settings.get("split.tensors.count", len(tensors))) != len(tensors):
+        raise ValueError(f"{path} and its other files have {len(tensors)} tensors; split.tensors.count says {count}")
+    digest = hashlib.sha256("".join(header.digest for header in headers).encode()).hexdigest()
+    return replace(first, files=files, tensors=tensors, digest=digest)
+
+
+def split_files(path: Path) -> tuple[Path, ...]:
+    """All files of the model that the file is a part of. Raises `ValueError` if one is missing."""
+    if (found := _PART.fullmatch(path.name)) is None:
+        return (path,)
+    parts = int(found["parts"])
+    files: list[Path] = []
+    for part in range(1, parts + 1):
+        files.append(path.with_name(f"{found['name']}-{part:05}-of-{found['parts']}{path.suffix}"))
+        if not files[-1].is_file():
+            raise ValueError(f"{path} is one of {parts} files of a model, and {files[-1].name} is not there")
+    if not 1 <= int(found["part"]) <= parts:
+        raise ValueError(f"{path} is part {int(found['part'])} of {parts} by its name")
+    return tuple(files)
+
+
+def is_first_or_whole(path: Path) -> bool:
+    """Whether the file stands for a model: it is not split, or the first part."""
+    return (found := _PART.fullmatch(path.name)) is None or int(found["part"]) == 1
+
+
+def _read_file(path: Path) -> GgufHeader:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path} is no regular file")
+        return _Reader(path, fd, found.st_size).header()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    finally:
+        os.close(fd)
+
+
+class _Reader:
+    """Reads one header, in pieces as they are needed."""
+
+    def __init__(self, path: Path, fd: int, num_bytes: int) -> None:
+        self._path, self._fd, self._num_bytes = path, fd, num_bytes
+        self._data = bytearray()
+        self._position = 0
+
+    def header(self) -> GgufHeader:
+        self._check_start()
+        num_tensors, num_settings = self._unpack("<QQ", "its start")
+        self._check_count(num_settings, 13, "settings")
+        settings: dict[str, Setting] = {}
+        for _ in range(num_settings):
+            name = self._string("the name of a setting")
+            if name in settings:
+                raise self._fault(f"it has the setting {name!r} twice")
+            settings[name] = self._value(name)
+        alignment = settings.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= _MOST_ALIGNMENT or alignment & (alignment - 1):
+            raise self._fault(f"general.alignment is {alignment!r}; it must be a power of 2 up to {_MOST_ALIGNMENT}")
+        self._check_count(num_tensors, 24, "tensors")
+        found = [self._tensor() for _ in range(num_tensors)]
+        start = -(-self._position // alignment) * alignment
+        digest = hashlib.sha256(memoryview(self._data)[: self._position]).hexdigest()
+        return GgufHeader((self._path,), settings, dict(self._placed(found, start, alignment)), digest)
+
+    def _check_start(self) -> None:
+        start = bytes(self._take(4, "its first 4 bytes"))
+        if start != MAGIC:
+            raise self._fault(f"it is no GGUF file: it begins with {start!r}, not {MAGIC!r}")
+        (version,) = self._unpack("<I", "its version")
+        if version not in _VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            if swapped in _VERSIONS:
+                raise self._fault("it is a big-endian GGUF file; Folio reads little-endian ones")
+            raise self._fault(f"it has version {version} of GGUF; Folio reads versions 2 and 3")
+
+    def _value(self, name: str) -> Setting:
+        (kind,) = self._unpack("<I", f"the type of {name!r}")
+        if kind == _STRING:
+            return self._string(name)
+        if kind != _ARRAY:
+            return self._scalars(kind, 1, name)[0]  # type: ignore[no-any-return]
+        kind, count = self._unpack("<IQ", f"the length of {name!r}")
+        if kind == _STRING:
+            self._check_count(count, 8, f"items in {name!r}")
+            return tuple(self._string(name) for _ in range(count))
+        return self._scalars(kind, count, name)
+
+    def _scalars(self, kind: int, count: int, name: str) -> tuple[Any, ...]:
+        if kind not in _SCALARS:
+            raise self._fault(f"{name!r} has the unknown type {kind}")
+        self._check_count(count, struct.calcsize(f"<{_SCALARS[kind]}"), f"items in {name!r}")
+        values = self._unpack(f"<{count}{_SCALARS[kind]}", repr(name))
+        return tuple(map(bool, values)) if kind == _BOOL else values
+
+    def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+        """Its name, type, shape and offset in the data."""
+        name = self._string("the name of a tensor")
+        (dimensions,) = self._unpack("<I", f"the shape of {name!r}")
+        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+            raise self._fault(f"the tensor {name!r} has {dimensions} dimensions; 1 to {_MOST_DIMENSIONS} are possible")
+        *shape, kind, offset = self._unpack(f"<{dimensions}QIQ", f"the shape of {name!r}")
+        return name, kind, tuple(reversed(shape)), offset
+
+    def _placed(
+        self, found: list[tuple[str, int, tuple[int, ...], int]], start: int, alignment: int
+    ) -> Iterator[tuple[str, GgufTensor]]:
+        names = set[str]()
+        for name, number, shape, offset in found:
+            if name in names:
+                raise self._fault(f"it has the tensor {name!r} twice")
+            names.add(name)
+            if number not in _KINDS:
+                raise self._fault(f"the tensor {name!r} has the unknown type {number}")
+            kind, values, num_bytes = _KINDS[number]
+            if 0 in shape or shape[-1] % values:
+                raise self._fault(f"the tensor {name!r} of {kind} has the shape {list(shape)}, with rows of {values}s")
+            size = math.prod(shape) // values * num_bytes
+            if offset % alignment:
+                raise self._fault(f"the tensor {name!r} begins at {offset} of the data, no multiple of {alignment}")
+            if start + offset + size > self._num_bytes:
+                raise self._fault(
+                    f"the tensor {name!r} ends at byte {start + offset + size} of a file of {self._num_bytes}: the file "
+                    "is truncated or damaged"
+                )
+            yield name, GgufTensor(name, kind, shape, self._path, start + offset, size)
+
+    def _string(self, what: str) -> str:
+        (length,) = self._unpack("<Q", what)
+        try:
+            return self._take(length, what).decode()
+        except UnicodeDecodeError:
+            raise self._fault(f"{what} is no UTF-8") from None
+
+    def _unpack(self, layout: str, what: str) -> tuple[Any, ...]:
+        return struct.unpack(layout, self._take(struct.calcsize(layout), what))
+
+    def _check_count(self, count: int, least_bytes: int, what: str) -> None:
+        if count * least_bytes > self._limit - self._position:
+            raise self._fault(f"it has {count} {what}, more than its {self._num_bytes} bytes can hold")
+
+    @property
+    def _limit(self) -> int:
+        return min(self._num_bytes, _MOST_HEADER_BYTES)
+
+    def _take(self, count: int, what: str) -> bytearray:
+        start, end = self._position, self._position + count
+        if end > self._limit:
+            bound = f"the file's {self._num_bytes} bytes" if end > self._num_bytes else f"{_MOST_HEADER_BYTES} bytes"
+            raise self._fault(f"{what} ends at byte {end}, beyond {bound}: the file is truncated or damaged")
+        while len(self._data) < end:
+            wanted = min(max(end - len(self._data), _PIECE_BYTES), self._limit - len(self._data))
+            if not (part := os.pread(self._fd, wanted, len(self._data))):
+                raise self._fault("the file is truncated while it is read")
+            self._data += part
+        self._position = end
+        return self._data[start:end]
+
+    def _fault(self, reason: str) -> ValueError:
+        return ValueError(f"{self._path}: {reason}")

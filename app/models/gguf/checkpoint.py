@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 
 from folio.app.errors import ModelError
 from folio.app.models.gguf.architectures import Undo, parameters
-from folio.app.models.gguf.blocks import READ_KINDS, decode
+from folio.app.models.gguf.blocks import READ_KINDS, Bytes, decode
 from folio.app.models.gguf.header import GgufHeader, GgufTensor
 from folio.kernels import QuantisedWeight
 
@@ -27,7 +28,8 @@ class GgufCheckpoint:
         for tensor, _ in self._parameters.values():
             if tensor.kind not in READ_KINDS:
                 raise ValueError(
-                    f"{tensor.file} has the tensor {tensor.name!r} in {tensor.kind}; Folio reads {', '.join(READ_KINDS)}"
+                    f"{tensor.file} has the tensor {tensor.name!r} in {tensor.kind}; of GGUF files Folio reads "
+                    f"{', '.join(READ_KINDS)}"
                 )
         heads = header.settings.get(f"{header.settings['general.architecture']}.attention.head_count")
         key_value = header.settings.get(f"{header.settings['general.architecture']}.attention.head_count_kv", heads)
@@ -55,10 +57,10 @@ class GgufCheckpoint:
         return weight.select(rows) if isinstance(weight, QuantisedWeight) else weight[rows]
 
 
-def _read(tensor: GgufTensor) -> torch.Tensor:
+def _read(tensor: GgufTensor) -> Bytes:
     """The tensor's bytes. Raises `ModelError`."""
-    data = torch.empty(tensor.num_bytes, dtype=torch.uint8)
-    rest, offset = memoryview(data.numpy()), tensor.offset
+    data = np.empty(tensor.num_bytes, np.uint8)
+    rest, offset = memoryview(data), tensor.offset
     try:
         fd = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:

@@ -1,4 +1,4 @@
-"""Folder of a GGUF model's metadata: its config and tokenizer in the usual files, and a file that names the GGUF files."""
+"""Folder of a GGUF model's metadata: config and tokenizer in the usual files, and a file that names the GGUF files."""
 
 from __future__ import annotations
 

@@ -57,7 +57,6 @@ class Architecture:
 
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", has_pairs=True),
-    "mistral": Architecture("mistral", "MistralForCausalLM", has_pairs=True),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", has_pairs=True),
     "granite": Architecture("granite", "GraniteForCausalLM", has_pairs=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),

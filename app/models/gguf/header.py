@@ -157,6 +157,18 @@ def is_first_or_whole(path: Path) -> bool:
     return (found := _PART.fullmatch(path.name)) is None or int(found["part"]) == 1
 
 
+def read_numbers(tensor: GgufTensor) -> list[float]:
+    """The values of a small tensor in F32. Raises `ValueError`."""
+    if tensor.kind != "F32" or tensor.num_bytes > _PIECE_BYTES:
+        raise ValueError(f"{tensor.file} has the tensor {tensor.name!r} in {tensor.kind}, {tensor.num_bytes} bytes")
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.offset)
+        data = file.read(tensor.num_bytes)
+    if len(data) < tensor.num_bytes:
+        raise ValueError(f"{tensor.file} is truncated while it is read")
+    return list(struct.unpack(f"<{tensor.num_bytes // 4}f", data))
+
+
 def _read_file(path: Path) -> GgufHeader:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,0 +1,180 @@
+"""The config of a model in transformers' form, from the settings of its GGUF file."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from folio.app.models.gguf.architectures import ARCHITECTURES, architecture_name
+from folio.app.models.gguf.header import GgufHeader, read_numbers
+from folio.app.models.gguf.settings import Settings
+
+# Llama 3's rope, of which a file has the factors only.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_NUM_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+_GEMMA = ("gemma", "gemma2", "gemma3")
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def model_config(header: GgufHeader) -> dict[str, Any]:
+    """The contents of `config.json`. Raises `ValueError` for a setting that is missing, wrong or not supported."""
+    name = architecture_name(header)
+    settings = Settings(header, name)
+    architecture, file = ARCHITECTURES[name], header.files[0]
+    embeddings = header.tensors.get("token_embd.weight")
+    if embeddings is None or len(embeddings.shape) != 2:
+        raise ValueError(f"{file} lacks the matrix token_embd.weight")
+    heads = settings.integer("attention.head_count")
+    width = settings.integer("embedding_length")
+    rotary = settings.integer("rope.dimension_count", width // max(heads, 1))
+    head_dim = settings.integer("attention.key_length", width // max(heads, 1) if name == "phi3" else rotary)
+    config = {
+        "architectures": [architecture.module],
+        "model_type": architecture.model_type,
+        "dtype": _dtype(header),
+        "vocab_size": embeddings.shape[0],
+        "hidden_size": width,
+        "intermediate_size": settings.integer("feed_forward_length"),
+        "num_hidden_layers": settings.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": settings.integer("context_length"),
+        "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "rope_parameters": _rope(header, settings, head_dim),
+        **{f"{kind}_token_id": None for kind in ("bos", "eos", "pad")},
+    }
+    config |= _biases(header, name)
+    if name in _GEMMA:
+        config |= _gemma(settings, name, config)
+    elif name == "granite":
+        config |= _granite(settings, file)
+    elif name == "phi3":
+        window = settings.integer("attention.sliding_window", 0)
+        config["sliding_window"] = window or None
+        config["original_max_position_embeddings"] = settings.integer(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        )
+        config["rope_parameters"]["partial_rotary_factor"] = rotary / head_dim
+    return config
+
+
+def _dtype(header: GgufHeader) -> str:
+    """Of most matrices if they are dense, else bfloat16."""
+    sizes: dict[str, int] = {}
+    for tensor in header.tensors.values():
+        if len(tensor.shape) > 1:
+            sizes[tensor.kind] = sizes.get(tensor.kind, 0) + tensor.num_bytes
+    return _DTYPES.get(max(sizes, key=sizes.__getitem__), "bfloat16")
+
+
+def _biases(header: GgufHeader, name: str) -> dict[str, bool]:
+    """Which biases a model of the Llama kind has; others know theirs by their type."""
+    if name not in ("llama", "granite", "smollm3"):
+        return {}
+    found = {}
+    for key, leaves in (
+        ("attention_bias", ("attn_q", "attn_k", "attn_v", "attn_output")),
+        ("mlp_bias", ("ffn_gate", "ffn_up", "ffn_down")),
+    ):
+        have = [leaf for leaf in leaves if f"blk.0.{leaf}.bias" in header.tensors]
+        if have and len(have) < len(leaves):
+            raise ValueError(f"{header.files[0]} has biases of {', '.join(have)} only; {name} has all of them or none")
+        found[key] = bool(have)
+    return found
+
+
+def _gemma(settings: Settings, name: str, config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}
+    if name == "gemma":
+        return found
+    layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    if layers == _NUM_LAYERS_OF_27B[name]:
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+    found["query_pre_attn_scalar"] = head_dim
+    found["final_logit_softcapping"] = settings.number("final_logit_softcapping", 30.0 if name == "gemma2" else 0.0)
+    if name == "gemma2":
+        found["attn_logit_softcapping"] = settings.number("attn_logit_softcapping", 50.0)
+    found = {key: value or None for key, value in found.items()}
+    window = settings.integer("attention.sliding_window", 4096 if name == "gemma2" else 0)
+    found["sliding_window"] = window or None
+    slides = _sliding_layers(settings, layers, 2 if name == "gemma2" else 6) if window else [False] * layers
+    found["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
+    if name == "gemma3":
+        theta = settings.number("rope.freq_base_swa", 10000.0)
+        found["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        }
+    return found
+
+
+def _sliding_layers(settings: Settings, layers: int, default: int) -> list[bool]:
+    """Whether each layer has a window: by a list, or all but each last one of a period."""
+    name = "attention.sliding_window_pattern"
+    try:
+        period = settings.integer(name, default)
+    except ValueError:
+        return settings.items(name, bool)
+    return [(layer + 1) % period != 0 if period else False for layer in range(layers)]
+
+
+def _granite(settings: Settings, file: object) -> dict[str, float]:
+    if not settings.flag("rope.scaling.finetuned", True):
+        raise ValueError(f"{file} is a Granite model without rope; Folio reads those with rope only")
+    return {
+        "logits_scaling": settings.number("logit_scale"),
+        "residual_multiplier": settings.number("residual_scale", 1.0),
+        "embedding_multiplier": settings.number("embedding_scale", 1.0),
+        "attention_multiplier": settings.number("attention.scale", 1.0),
+    }
+
+
+def _rope(header: GgufHeader, settings: Settings, head_dim: int) -> dict[str, Any]:
+    """Raises `ValueError` for scaling that is not known."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": settings.number("rope.freq_base", 10000.0)}
+    factors = {
+        kind: read_numbers(tensor)
+        for kind in ("freqs", "factors_long", "factors_short")
+        if (tensor := header.tensors.get(f"rope_{kind}.weight")) is not None
+    }
+    if "factors_long" in factors and "factors_short" in factors:
+        original = settings.integer("rope.scaling.original_context_length")
+        longrope = {"long_factor": factors["factors_long"], "short_factor": factors["factors_short"]}
+        return rope | {"rope_type": "longrope", "original_max_position_embeddings": original} | longrope
+    if "freqs" in factors:
+        return rope | _llama3_rope(header, factors["freqs"], rope["rope_theta"], head_dim)
+    kind = settings.text("rope.scaling.type", "none")
+    factor = settings.number("rope.scaling.factor", 0.0)
+    if kind == "none" or factor in (0.0, 1.0):
+        return rope
+    if kind == "linear":
+        return rope | {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise ValueError(
+            f"{header.files[0]} has rope.scaling.type {kind!r}; Folio reads none, linear, yarn and longrope"
+        )
+    rope |= {"rope_type": "yarn", "factor": factor}
+    rope["original_max_position_embeddings"] = settings.integer("rope.scaling.original_context_length")
+    for name in ("beta_fast", "beta_slow"):
+        if settings.has(f"rope.scaling.yarn_{name}"):
+            rope[name] = settings.number(f"rope.scaling.yarn_{name}")
+    if settings.has("rope.scaling.yarn_attn_factor"):
+        # Of what YaRN has by its factor.
+        rope["attention_factor"] = settings.number("rope.scaling.yarn_attn_factor") * (0.1 * math.log(factor) + 1)
+    return rope
+
+
+def _llama3_rope(header: GgufHeader, factors: list[float], theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling by its factors, if it has these: each frequency is divided by one."""
+    factor = max(factors, default=1.0)
+    if len(factors) != head_dim // 2:
+        raise ValueError(f"{header.files[0]} has {len(factors)} values in rope_freqs.weight, not {head_dim // 2}")
+    low, high, original = _LLAMA3.values()
+    for index, found in enumerate(factors):
+        turns = original * theta ** (-2 * index / head_dim) / (2 * math.pi)
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        if not math.isclose(found, 1 / ((1 - share) / factor + share), rel_tol=1e-3):
+            raise ValueError(f"{header.files[0]} has values in rope_freqs.weight that are not those of Llama 3's rope")
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}

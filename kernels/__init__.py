@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from folio.kernels.elementwise import Activation, Elementwise, HeadNorm, RotaryWrite, select_elementwise
     from folio.kernels.product import FewRowProduct, select_product
     from folio.kernels.provider import AttentionProvider, CacheScales, Masking, VarlenBatch
-    from folio.kernels.quantised import QuantisedWeight, quantise
+    from folio.kernels.quantised import QuantisedWeight, quantise, rounded_scales
     from folio.kernels.select import PROVIDERS, select_provider
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "note_compilation",
     "num_compilations",
     "quantise",
+    "rounded_scales",
     "select_block_copy",
     "select_elementwise",
     "select_product",
@@ -74,6 +75,7 @@ _NEED_TORCH = {
     "VarlenBatch": "folio.kernels.provider",
     "QuantisedWeight": "folio.kernels.quantised",
     "quantise": "folio.kernels.quantised",
+    "rounded_scales": "folio.kernels.quantised",
     "PROVIDERS": "folio.kernels.select",
     "select_provider": "folio.kernels.select",
 }

@@ -10,7 +10,7 @@ IQ4_NL, IQ4_XS, MXFP4                  [super scale ·] scale · table[code]
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +21,10 @@ SUPER_GROUP = 256
 # Inputs of the least group that the kernels have for codes of these bits.
 LEAST_GROUP: dict[int, int] = {2: 16, 3: 16, 4: 32, 5: 32, 6: 16, 8: 32}
 _TABLE_ENTRIES = 16
+# Outputs that are quantised at once: their values stay in a core's cache.
+_ROWS_AT_ONCE = 64
+# Fits of scales to codes of 4 bits: on normally distributed weights, two make the error 6 % less, a third one 0.4 %.
+_FITS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +89,8 @@ class QuantisedWeight:
         """These outputs, in this order."""
         names = ("codes", "scales", "offsets", "super_scales", "super_offsets", "factors")
         parts = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: None if part is None else part[outputs] for name, part in parts.items()})
+        chosen: dict[str, Any] = {name: None if part is None else part[outputs] for name, part in parts.items()}
+        return replace(self, **chosen)
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values `[outputs, inputs]`: the definition, computed in float32."""
@@ -113,6 +118,24 @@ def _nested(scales: torch.Tensor, supers: torch.Tensor | None, group: int) -> to
     return values[..., None]
 
 
+def rounded_scales(
+    scales: torch.Tensor, offsets: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Scales and offsets `[outputs, groups]` in float16, and factors of the outputs if some are beyond its range."""
+    parts = [scales.float()] if offsets is None else [scales.float(), offsets.float()]
+    factors = None
+    if not all(map(_fits_float16, parts)):
+        most = torch.stack([part.abs().amax(1) for part in parts]).amax(0)
+        # Powers of 2 round nothing.
+        factors = torch.exp2(most.frexp().exponent.clamp(-126, 127).float())
+        parts = [part / factors[:, None] for part in parts]
+    return parts[0].half(), None if offsets is None else parts[1].half(), factors
+
+
+def _fits_float16(values: torch.Tensor) -> bool:
+    return bool(((values.half().float() - values).abs() <= values.abs() * 2**-11).all())
+
+
 def quantise(weight: torch.Tensor, bits: Literal[4, 8], group: int | None = None) -> QuantisedWeight:
     """Round a weight `[outputs, inputs]` to the nearest codes of its groups: symmetric in 8 bits, with an offset in 4.
 
@@ -120,19 +143,57 @@ def quantise(weight: torch.Tensor, bits: Literal[4, 8], group: int | None = None
         group: by default the least.
     """
     group = group or LEAST_GROUP[bits]
-    inputs = weight.shape[1]
-    # A last group that is not whole is filled with its last value.
-    parts = nn.functional.pad(weight.float()[None], (0, -inputs % group), mode="replicate")[0].unflatten(1, (-1, group))
-    if bits == 8:
-        scales = (parts.abs().amax(-1) / 127).half()
-        codes = (parts / _divisor(scales)).round().clamp(-127, 127) + 128
-        return QuantisedWeight(codes.flatten(1)[:, :inputs].byte(), 8, group, scales, zero=128)
-    offsets = parts.amin(-1).half()
-    scales = ((parts.amax(-1) - offsets.float()) / 15).half()
-    codes = ((parts - offsets.float()[..., None]) / _divisor(scales)).round().clamp(0, 15)
-    return QuantisedWeight(codes.flatten(1)[:, :inputs].byte(), 4, group, scales, offsets)
+    outputs, inputs = weight.shape
+    more = -inputs % group
+    groups = (inputs + more) // group
+    codes = torch.empty(outputs, groups, group, dtype=torch.uint8)
+    scales = torch.empty(outputs, groups, dtype=torch.float16)
+    offsets = torch.empty_like(scales) if bits == 4 else None
+    factors = torch.ones(outputs)
+    for start in range(0, outputs, _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        values = weight[rows].float()
+        if more:  # the last input again: zeros might widen the range of its group
+            values = torch.cat((values, values[:, -1:].expand(-1, more)), 1)
+        values = values.view(len(values), groups, group)
+        steps, lows = _least_squares(values) if bits == 4 else (values.abs().amax(-1) / 127, None)
+        scales[rows], halves, found = rounded_scales(steps, lows)
+        factor = 1.0 if found is None else found[:, None]
+        steps = scales[rows].float() * factor
+        if offsets is None or halves is None:
+            codes[rows] = _codes(values, steps, steps * -128, 255)
+        else:
+            offsets[rows] = halves
+            codes[rows] = _codes(values, steps, halves.float() * factor, 15)
+        if found is not None:
+            factors[rows] = found
+    return QuantisedWeight(
+        codes.view(outputs, -1)[:, :inputs],
+        bits,
+        group,
+        scales,
+        offsets,
+        factors=None if bool((factors == 1).all()) else factors,
+        zero=128 if bits == 8 else 0,
+    )
 
 
-def _divisor(scales: torch.Tensor) -> torch.Tensor:
-    scales = scales.float()[..., None]
-    return torch.where(scales == 0, 1.0, scales)
+def _least_squares(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and offsets of codes from 0 to 15: of the least and the largest value first, then fitted to the codes that
+    these give."""
+    lows, tops = values.aminmax(dim=-1)
+    steps, means = (tops - lows) / 15, values.mean(-1)
+    for _ in range(_FITS):
+        codes = _codes(values, steps, lows, 15)
+        middles = codes.mean(-1)
+        codes -= middles[..., None]
+        variances = torch.linalg.vector_norm(codes, dim=-1).square_()
+        steps = torch.where(variances > 0, codes.mul_(values).sum(-1) / variances, steps)
+        lows = means - steps * middles
+    return steps, lows
+
+
+def _codes(values: torch.Tensor, steps: torch.Tensor, lows: torch.Tensor, most: int) -> torch.Tensor:
+    """The nearest codes, as float32."""
+    steps = torch.where(steps == 0, 1.0, steps)
+    return (values - lows[..., None]).div_(steps[..., None]).round_().clamp_(0, most)

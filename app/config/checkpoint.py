@@ -15,6 +15,7 @@ from typing import Any
 
 from folio.app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
 from folio.app.models.chat_template.template import ChatTemplate
+from folio.app.models.quantised.methods import READ, UnreadError, read_scheme
 
 # Names of transformers' tables of model types.
 _CAUSAL, _MASKED, _SEQ2SEQ = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"
@@ -23,8 +24,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.
 _LFS_POINTER = b"version https://git-lfs"
 _GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Values of `quant_method` that transformers turns into bfloat16 as it reads the weights.
-_READ_AS_BFLOAT16 = ("fp8", "mxfp8", "mxfp4")
 _READ = "Folio reads safetensors in float32, bfloat16 and float16"
 GGUF = f"GGUF files are not read yet: {_READ}; name the folder or Hub id that the file was made from"
 
@@ -46,13 +45,16 @@ def quantization_fault(quantization: object) -> str | None:
     """Why weights with this `quantization_config` cannot be read; `None` if they can, or have none."""
     if quantization is None:
         return None
-    method = str(quantization.get("quant_method", "an unknown method")) if isinstance(quantization, dict) else "?"
-    if method in _READ_AS_BFLOAT16:
-        return None
-    return (
-        f"its weights are quantized by {method.upper() if len(method) <= 4 else method} (quantization_config), which "
-        f"is not read yet: {_READ}; use the model that it was made from, on CPUs with quantization int8 for 8 bits"
-    )
+    try:
+        read_scheme(quantization)
+    except UnreadError as unread:
+        return (
+            f"its weights are quantized by {unread.kind} (quantization_config), which is not read yet: {_READ}, and of "
+            f"quantized ones {READ}; use the model that it was made from, on CPUs with quantization int8 for 8 bits"
+        )
+    except ValueError as error:
+        return f"its quantization_config is damaged: {error}"
+    return None
 
 
 def format_fault(folder: Path) -> str | None:

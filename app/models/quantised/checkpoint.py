@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,18 @@ from folio.app.errors import ModelError
 from folio.app.models.gguf.checkpoint import GgufCheckpoint
 from folio.app.models.gguf.folder import gguf_files
 from folio.app.models.gguf.header import read_gguf
+from folio.app.models.quantised import awq, compressed, gptq, nf4
+from folio.app.models.quantised.files import TensorFiles
+from folio.app.models.quantised.methods import read_scheme
+from folio.app.models.quantised.packed import PackedFolder
 from folio.kernels import QuantisedWeight
+
+_LAYOUTS = {
+    "gptq": gptq.LAYOUT,
+    "awq": awq.LAYOUT,
+    "compressed-tensors": compressed.LAYOUT,
+    "bitsandbytes": nf4.LAYOUT,
+}
 
 
 class QuantisedCheckpoint(Protocol):
@@ -25,10 +37,18 @@ class QuantisedCheckpoint(Protocol):
 
 
 def open_checkpoint(folder: Path) -> QuantisedCheckpoint | None:
-    """The weights of a folder that are packed; `None` if they are none. Raises `ModelError`."""
-    if files := gguf_files(folder):
-        try:
+    """The checkpoint of a folder; `None` if its weights are not quantised, or transformers turns them into bfloat16.
+
+    Raises:
+        ModelError: its config.json or its files are damaged, or a method that is not read.
+    """
+    path = folder / "config.json"
+    try:
+        if files := gguf_files(folder):
             return GgufCheckpoint(read_gguf(files[0]))
-        except ValueError as error:
-            raise ModelError(str(error)) from None
-    return None
+        config = json.loads(path.read_text(encoding="utf-8"))
+        quantization = config.get("quantization_config") if isinstance(config, dict) else None
+        scheme = None if quantization is None else read_scheme(quantization)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    return None if scheme is None else PackedFolder(TensorFiles(folder), _LAYOUTS[scheme.method], scheme)

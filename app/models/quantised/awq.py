@@ -1,0 +1,42 @@
+"""Weights of AWQ, as AutoAWQ's version gemm has them.
+
+qweight  int32 [inputs, outputs / 8]   codes of neighbouring outputs, interleaved
+qzeros   int32 [groups, outputs / 8]   zero points, likewise
+scales         [groups, outputs]
+"""
+
+from __future__ import annotations
+
+import torch
+
+from folio.app.errors import ModelError
+from folio.app.models.quantised.methods import Scheme
+from folio.app.models.quantised.packed import Layout, Parts, grouped, unpacked
+from folio.kernels import QuantisedWeight
+
+_CODES, _ZEROS, _SCALES = ".qweight", ".qzeros", ".scales"
+# Where in a word the codes of its eight outputs are: those of the outputs 0, 2, 4, 6 come first.
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight:
+    words, zeros = parts.read(_CODES, torch.int32), parts.read(_ZEROS, torch.int32)
+    if words.ndim != 2:
+        raise ModelError(f"{parts}{_CODES} has the shape {list(words.shape)}, which is not of two dimensions")
+    inputs, columns = words.shape
+    group = scheme.group or inputs
+    if inputs % group:
+        raise ModelError(f"{parts}: its {inputs} inputs are no multiple of group_size, {group}")
+    scales = parts.scales(_SCALES)
+    parts.expect(_SCALES, scales, inputs // group, columns * len(_PLACES))
+    parts.expect(_ZEROS, zeros, inputs // group, columns)
+    return grouped(_by_output(words), 4, scales.t(), _by_output(zeros))
+
+
+def _by_output(words: torch.Tensor) -> torch.Tensor:
+    """`[rows, words]` → `[outputs, rows]`."""
+    codes = unpacked(words, 4).view(*words.shape, len(_PLACES))
+    return codes[..., _PLACES].view(len(words), -1).t()
+
+
+LAYOUT = Layout((_CODES, _ZEROS, _SCALES), frozenset({_CODES}), _read)

@@ -1,0 +1,60 @@
+"""Tensors of a checkpoint's safetensors files, read one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from folio.app.errors import ModelError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class TensorFiles:
+    """Reads only headers until a tensor is asked for. Raises `ModelError` for what is missing or damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # As in transformers, the single file comes first.
+        files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else _indexed(folder)
+        self._files = {path: _opened(path) for path in files}
+        self._path_of = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._path_of)
+
+    def read(self, name: str) -> torch.Tensor:
+        path = self._path_of.get(name)
+        if path is None:
+            raise ModelError(f"{self.folder} has no tensor {name}")
+        try:
+            tensor: torch.Tensor = self._files[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: {name} cannot be read: {error}") from None
+        return tensor
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", backend="pread")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is missing, truncated or damaged ({error}); copy it again") from None
+
+
+def _indexed(folder: Path) -> list[Path]:
+    path = folder / _INDEX
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    table = content.get("weight_map") if isinstance(content, Mapping) else None
+    if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table.values()):
+        raise ModelError(f"{path} has no weight_map")
+    return [folder / name for name in sorted(set(table.values()))]

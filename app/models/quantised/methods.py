@@ -1,0 +1,174 @@
+"""What `quantization_config` in a config.json says: the methods, formats and bits that are read. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Config: TypeAlias = Mapping[str, Any]
+
+READ = "GPTQ and compressed-tensors in 4 and 8 bits, AWQ (gemm), FP8, MXFP4 and NF4 of bitsandbytes"
+# Inputs of the least group of 4 and of 8 bits that the kernels have.
+LEAST_GROUP = 32
+# Values of `quant_method` that transformers turns into bfloat16 as it reads the weights.
+READ_AS_BFLOAT16 = ("fp8", "mxfp8", "mxfp4")
+_CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_CT_STRATEGIES = {"int": ("group", "channel", "tensor"), "float": ("channel", "tensor", "block")}
+
+
+class UnreadError(ValueError):
+    """A method, format or number of bits that is not read: `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"weights quantized by {kind} are not read")
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the weights of a checkpoint are quantised.
+
+    Attributes:
+        method: `quant_method`.
+        bits: of codes that are integers, of any of its weights.
+        group: inputs with one scale; `None`: all of them, or what the shapes of the scales say.
+        block: outputs and inputs with one scale, of codes that are floats.
+        zeros_less_one: stored zero points are less by 1 (GPTQ's first format).
+    """
+
+    method: str
+    bits: frozenset[int]
+    group: int | None = None
+    block: tuple[int, int] | None = None
+    zeros_less_one: bool = False
+
+
+def read_scheme(quantization: object) -> Scheme | None:
+    """The scheme of a `quantization_config`; `None` if transformers reads the weights.
+
+    Raises:
+        UnreadError: naming what is not read, as "GPTQ in 3 bits".
+        ValueError: a value is missing, or of another kind than the method has.
+    """
+    if not isinstance(quantization, Mapping):
+        raise UnreadError("?")
+    method = quantization.get("quant_method", "an unknown method")
+    if method in READ_AS_BFLOAT16:
+        return None
+    if not isinstance(method, str) or method not in _METHODS:
+        shown = str(method)[:40]
+        raise UnreadError(shown.upper() if len(shown) <= 4 else shown)
+    return _METHODS[method](quantization)
+
+
+def _gptq(config: Config) -> Scheme:
+    bits, form = _bits(config, "bits", (4, 8), "GPTQ"), _format(config, ("checkpoint_format", "format"), "gptq")
+    if config.get("is_marlin_format"):
+        form = "marlin"
+    if form not in ("gptq", "gptq_v2"):
+        raise UnreadError(f"GPTQ in the format {form}")
+    if config.get("pack_dtype", "int32") != "int32":
+        raise UnreadError(f"GPTQ packed in {_show(config['pack_dtype'])}")
+    # "-:" names modules that are not quantised; the others may have bits and groups of their own.
+    if any(not str(pattern).startswith("-:") for pattern in config.get("dynamic") or ()):
+        raise UnreadError("GPTQ with other bits or groups for some modules (dynamic)")
+    return Scheme("gptq", frozenset({bits}), _group(config), zeros_less_one=form == "gptq")
+
+
+def _awq(config: Config) -> Scheme:
+    bits, form = _bits(config, "bits", (4,), "AWQ"), _format(config, ("version", "checkpoint_format", "format"), "gemm")
+    if form != "gemm":
+        raise UnreadError(f"AWQ in the version {form}")
+    return Scheme("awq", frozenset({bits}), _group(config))
+
+
+def _compressed_tensors(config: Config) -> Scheme:
+    status = config.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise UnreadError(f"compressed-tensors with the status {_show(status)}")
+    for key in ("sparsity_config", "transform_config"):
+        part = config.get(key) or {}
+        if not isinstance(part, Mapping) or part.get("format", "dense") != "dense" or part.get("config_groups"):
+            raise UnreadError(f"compressed-tensors with {key}")
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ValueError(f"config_groups is {_show(groups)}; it must be an object with one group at least")
+    bits, blocks = set(), set()
+    for name, group in groups.items():
+        if not isinstance(group, Mapping) or not isinstance(weights := group.get("weights"), Mapping):
+            raise ValueError(f"config_groups.{name} has no weights")
+        form = group.get("format") or config.get("format")
+        if form not in _CT_FORMATS:
+            raise UnreadError(f"compressed-tensors in the format {_show(form)}")
+        bits |= _ct_bits(weights, form)
+        if weights.get("strategy") == "block":
+            blocks.add(_block(weights.get("block_structure")))
+    if len(blocks) > 1:
+        raise UnreadError("compressed-tensors with blocks of several sizes")
+    return Scheme("compressed-tensors", frozenset(bits), block=next(iter(blocks), None))
+
+
+def _block(value: object) -> tuple[int, int]:
+    if not isinstance(value, list) or [type(size) for size in value] != [int, int] or min(value) < 1:
+        raise ValueError(f"block_structure is {_show(value)}; it must be a list of two positive integers")
+    return value[0], value[1]
+
+
+def _ct_bits(weights: Config, form: str) -> set[int]:
+    """Bits of the integers of a config group."""
+    kind = weights.get("type", "int")
+    if kind not in _CT_STRATEGIES or (kind == "int") == (form == "float-quantized"):
+        raise UnreadError(f"compressed-tensors of the type {_show(kind)} in the format {form}")
+    name = f"compressed-tensors, {kind},"
+    integers = (4, 8) if form == "pack-quantized" else (8,)
+    bits = _bits(weights, "num_bits", integers if kind == "int" else (8,), name)
+    group = _group(weights)
+    strategy = weights.get("strategy") or ("tensor" if "group_size" not in weights else "group" if group else "channel")
+    if strategy not in _CT_STRATEGIES[kind]:
+        raise UnreadError(f"{name} with the strategy {_show(strategy)}")
+    if strategy == "group" and group is None:
+        raise ValueError("the strategy is group without a group_size")
+    return {bits} if kind == "int" else set()
+
+
+def _bitsandbytes(config: Config) -> Scheme:
+    kind = config.get("bnb_4bit_quant_type", "fp4") if config.get("load_in_4bit") else "int8"
+    if kind != "nf4":
+        raise UnreadError(f"bitsandbytes as {_show(kind)}")
+    return Scheme("bitsandbytes", frozenset({4}))
+
+
+_METHODS: dict[str, Callable[[Config], Scheme]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "bitsandbytes": _bitsandbytes,
+}
+
+
+def _bits(config: Config, key: str, read: Iterable[int], method: str) -> int:
+    bits = config.get(key)
+    if not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= 16:
+        raise ValueError(f"{key} is {_show(bits)}; it must be {' or '.join(map(str, read))}")
+    if bits not in read:
+        raise UnreadError(f"{method} in {bits} bits")
+    return bits
+
+
+def _group(config: Config) -> int | None:
+    group = config.get("group_size", -1)
+    if group is None or group == -1:
+        return None
+    if not isinstance(group, int) or isinstance(group, bool) or group <= 0 or group % LEAST_GROUP:
+        raise ValueError(f"group_size is {_show(group)}; it must be a multiple of {LEAST_GROUP}, or -1")
+    return group
+
+
+def _format(config: Config, keys: Iterable[str], default: str) -> str:
+    return str(next((config[key] for key in keys if config.get(key) is not None), default)).lower()[:40]
+
+
+def _show(value: object) -> str:
+    return value[:40] if isinstance(value, str) and value.replace("-", "").isalnum() else json.dumps(value)[:40]

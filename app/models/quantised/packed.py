@@ -1,0 +1,153 @@
+"""A folder whose weights consist of several tensors each: packed codes, scales, zero points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from folio.app.errors import ModelError
+from folio.app.models.quantised.files import TensorFiles
+from folio.app.models.quantised.methods import LEAST_GROUP, Scheme
+from folio.kernels import QuantisedWeight, rounded_scales
+
+_WEIGHT = ".weight"
+
+
+class Parts:
+    """The tensors of one weight, by the endings of their names."""
+
+    def __init__(self, files: TensorFiles, stem: str, present: frozenset[str]) -> None:
+        self.stem = stem
+        self.present = present
+        self._files = files
+
+    def read(self, ending: str, *dtypes: torch.dtype) -> torch.Tensor:
+        """A tensor of one of these dtypes, or of any."""
+        tensor = self._files.read(self.stem + ending)
+        if dtypes and tensor.dtype not in dtypes:
+            raise ModelError(f"{self}{ending} has the dtype {_name(tensor)}, not {' or '.join(map(_short, dtypes))}")
+        return tensor
+
+    def scales(self, ending: str) -> torch.Tensor:
+        """Scales of any dtype, as float32."""
+        return self.read(ending, torch.float16, torch.bfloat16, torch.float32).float()
+
+    def expect(self, ending: str, tensor: torch.Tensor, *shape: int) -> None:
+        if tensor.shape != shape:
+            raise ModelError(f"{self}{ending} has the shape {list(tensor.shape)}, not {list(shape)}")
+
+    def __str__(self) -> str:
+        return f"{self._files.folder}: {self.stem}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Tensors that a method makes of a weight.
+
+    Attributes:
+        endings: of their names, after the module's name.
+        marks: each of these endings says that the module is quantised.
+        read: makes a weight of them.
+    """
+
+    endings: tuple[str, ...]
+    marks: frozenset[str]
+    read: Callable[[Parts, Scheme], QuantisedWeight | torch.Tensor]
+
+
+class PackedFolder:
+    """`QuantisedCheckpoint` of a folder of safetensors files."""
+
+    def __init__(self, files: TensorFiles, layout: Layout, scheme: Scheme) -> None:
+        found: dict[str, set[str]] = {}
+        for name in files.names():
+            for ending in layout.endings:
+                if name.endswith(ending):
+                    found.setdefault(name.removesuffix(ending), set()).add(ending)
+        self._parts = {
+            stem + _WEIGHT: Parts(files, stem, frozenset(endings))
+            for stem, endings in found.items()
+            if endings & layout.marks
+        }
+        inside = {parts.stem + ending for parts in self._parts.values() for ending in parts.present}
+        self._plain = files.names() - inside
+        self._files, self._layout, self._scheme = files, layout, scheme
+
+    def names(self) -> frozenset[str]:
+        return self._plain | self._parts.keys()
+
+    def read(self, name: str) -> torch.Tensor | QuantisedWeight:
+        if (parts := self._parts.get(name)) is None:
+            return self._files.read(name)
+        try:
+            return self._layout.read(parts, self._scheme)
+        except ValueError as error:  # of `QuantisedWeight`
+            raise ModelError(f"{parts}: {error}") from None
+
+
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of 4 or 8 bits in int32 `[rows, words]`, the lowest bits first: uint8 `[rows, codes]`."""
+    packed = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return packed
+    return torch.stack((packed & 15, packed >> 4), -1).view(len(words), -1)
+
+
+def grouped(
+    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | int, groups: torch.Tensor | None = None
+) -> QuantisedWeight:
+    """A weight of `scale · (code − zero)`.
+
+    Args:
+        codes: uint8 `[outputs, inputs]`.
+        scales: float32 `[outputs, groups]`.
+        zeros: like `scales`, or one for all of them.
+        groups: `[inputs]`: the group of each input; `None`: neighbours have one.
+
+    Raises:
+        ValueError: the groups have not as many inputs each, or are none that the kernels take.
+    """
+    (_, inputs), count = codes.shape, scales.shape[1]
+    if count == 0 or inputs % count:
+        raise ValueError(f"{inputs} inputs cannot be divided into {count} groups")
+    if inputs // count % LEAST_GROUP:
+        raise ValueError(f"groups of {inputs // count} inputs; the kernels have those of multiples of {LEAST_GROUP}")
+    order = None if groups is None else _order(groups.long(), count)
+    if order is not None:
+        codes = codes[:, order]
+    if isinstance(zeros, torch.Tensor) and bool((zeros == zeros[0, 0]).all()):
+        zeros = int(zeros[0, 0])
+    offsets = None if isinstance(zeros, int) else -zeros.float() * scales
+    halves, half_offsets, factors = rounded_scales(scales, offsets)
+    return QuantisedWeight(
+        codes.contiguous(),
+        bits,  # type: ignore[arg-type]  # 4 or 8
+        inputs // count,
+        halves,
+        half_offsets,
+        factors=factors,
+        zero=zeros if isinstance(zeros, int) else 0,
+        order=order,
+    )
+
+
+def _order(groups: torch.Tensor, count: int) -> torch.Tensor | None:
+    """Inputs in the order of their groups; `None` if they are in it."""
+    if groups.min() < 0 or groups.max() >= count:
+        raise ValueError(f"g_idx has groups from {int(groups.min())} to {int(groups.max())}, of {count}")
+    sizes = groups.bincount(minlength=count)
+    if bool((sizes != len(groups) // count).any()):
+        raise ValueError(f"its groups have {int(sizes.min())} to {int(sizes.max())} inputs; all must have as many")
+    if bool((groups.diff() >= 0).all()):
+        return None
+    return groups.argsort(stable=True)
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return _short(tensor.dtype)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -91,8 +91,15 @@ def tiny_llama(layers: int = 2, *, seed: int = 0, **settings: Any) -> tuple[dict
     shapes = {"token_embd": (count, 64), "output_norm": (64,)}
     for layer in range(layers):
         for leaf, shape in {
-            **{"attn_norm": (64,), "ffn_norm": (64,), "attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64)},
-            **{"attn_output": (64, 64), "ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)},
+            "attn_norm": (64,),
+            "ffn_norm": (64,),
+            "attn_q": (64, 64),
+            "attn_k": (32, 64),
+            "attn_v": (32, 64),
+            "attn_output": (64, 64),
+            "ffn_gate": (96, 64),
+            "ffn_up": (96, 64),
+            "ffn_down": (64, 96),
         }.items():
             shapes[f"blk.{layer}.{leaf}"] = shape
     tensors = {

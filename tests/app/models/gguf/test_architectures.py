@@ -14,16 +14,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from folio.app.models.gguf.checkpoint import GgufCheckpoint
 from folio.app.models.gguf.config import model_config
-from folio.app.models.gguf.header import read_gguf
+from folio.app.models.gguf.header import GgufHeader, read_gguf
 from folio.kernels import QuantisedWeight
 from tests.app.models.gguf.files import Tensor, dense, tiny_llama, write_gguf
 
 gguf: Any = pytest.importorskip("gguf")
 
 SIZES = {
-    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5},
-    **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
 }
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -186,9 +193,13 @@ def test_logits_of_a_converted_model(tmp_path: Path, kind: str) -> None:
 def fault(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     header = read_gguf(write_gguf(folder / "m.gguf", settings, tensors))
     with pytest.raises(ValueError, match=r"m\.gguf") as error:
-        model_config(header)
-        GgufCheckpoint(header)
+        _read(header)
     return str(error.value)
+
+
+def _read(header: GgufHeader) -> None:
+    model_config(header)
+    GgufCheckpoint(header)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -45,7 +45,7 @@ def test_a_file_that_is_truncated_anywhere(tmp_path: Path) -> None:
     content = gguf_bytes(*tiny_llama(1))
     end = max(tensor.offset + tensor.num_bytes for tensor in _tensors(tmp_path, content))
     start = len(content) - sum(-(-tensor.num_bytes // 32) * 32 for tensor in _tensors(tmp_path, content))
-    for length in {*range(0, 400), *range(400, start, 37), *range(start, end, 997), end - 1}:
+    for length in {*range(400), *range(400, start, 37), *range(start, end, 997), end - 1}:
         assert "truncated or damaged" in (found := fault(tmp_path / "t.gguf", content[:length])) or "can hold" in found
 
 
@@ -116,7 +116,7 @@ def test_alignments_that_are_none(tmp_path: Path, alignment: object) -> None:
 def test_random_damage_costs_little_and_raises_one_kind_of_error(tmp_path: Path) -> None:
     """Bytes are changed at random: a file is read, or refused with a line, and memory stays in proportion to it."""
     dice, content = random.Random(0), gguf_bytes(*tiny_llama(1))
-    path, refused = tmp_path / "m.gguf", 0
+    path, lines = tmp_path / "m.gguf", list[str]()
     start = len(content) - 40_000
     tracemalloc.start()
     try:
@@ -129,12 +129,12 @@ def test_random_damage_costs_little_and_raises_one_kind_of_error(tmp_path: Path)
             try:
                 read_gguf(path)
             except ValueError as error:
-                refused += 1
-                assert "\n" not in str(error)
+                lines.append(str(error))
         assert tracemalloc.get_traced_memory()[1] < 20 * len(content)
     finally:
         tracemalloc.stop()
-    assert 100 < refused < 600
+    assert 100 < len(lines) < 600
+    assert not any("\n" in line for line in lines)
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:

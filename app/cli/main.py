@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from folio.app.cli import chat, check, models, pins, plan, serve
+from folio.app.cli import chat, check, models, pins, plan, pull, serve
 from folio.app.cli.bench import command as bench
 from folio.app.cli.start import budget, env
 from folio.app.cli.text import printable
@@ -19,7 +19,7 @@ from folio.app.errors import ConfigError, FolioError
 folio = typer.Typer(
     name="folio",
     help="Folio serves language models, with a KV cache that takes memory as requests need it and gives it back.",
-    epilog="Begin with:\n\nfolio serve\n\nand, in another terminal:\n\nfolio chat",
+    epilog="Begin with:\n\nfolio pull smollm2\n\nfolio serve\n\nand, in another terminal:\n\nfolio chat",
     pretty_exceptions_enable=False,
 )
 
@@ -47,6 +47,7 @@ def add(command: Callable[..., Any], examples: str) -> None:
 
 
 # In the order of the help.
+add(pull.pull, pull.EXAMPLES)
 add(serve.serve, serve.EXAMPLES)
 add(chat.chat, chat.EXAMPLES)
 add(top.top, top.EXAMPLES)

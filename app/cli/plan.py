@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from folio.app.engine.memory.size import ModelSize
 
 EXAMPLES = """
-folio plan builtin --memory 4GiB
+folio plan smollm2 --memory 4GiB
 folio plan Qwen/Qwen2.5-7B-Instruct --device h100 --tokens 8192
 folio plan ./my-checkpoint --device a100-40 --tensor-parallel-size 2
 folio plan Qwen/Qwen2.5-7B-Instruct --device l4 --kv-dtype fp8_e4m3 --gpu-memory-utilization 0.95
@@ -61,7 +61,7 @@ _KvDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help='"builtin", a folder with config.json, or a Hugging Face Hub id.')],
+    model: Annotated[str, typer.Argument(help="A short name, a folder with config.json, or a Hub id.")],
     memory: Annotated[
         int | None,
         typer.Option(parser=parse_size, metavar="SIZE", help="Memory of the machine or of each GPU, such as 80GiB."),

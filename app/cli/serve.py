@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from folio.app.cli.sizes import parse_size
+from folio.app.models.named import BUILTIN, DEFAULT_MODEL, NAMED
 
 EXAMPLES = """
 folio serve
+folio serve smollm2 --replicas 1
 folio serve Qwen/Qwen2.5-0.5B-Instruct --port 8001 --kv-memory 2GiB
 folio serve ./my-model --replicas 1:4 --api-keys keys.yaml
 folio serve --max-num-seqs 16 --print-config > folio.yaml
@@ -40,14 +42,16 @@ def parse_adapter(text: str) -> tuple[str, str]:
 
 def _absolute(model: str) -> str:
     """A folder's absolute path, so that a configuration can be used from anywhere; other names unchanged."""
-    return os.path.abspath(model) if model != "builtin" and Path(model).is_dir() else model
+    is_name = model in (BUILTIN, DEFAULT_MODEL, *NAMED)
+    return os.path.abspath(model) if not is_name and Path(model).is_dir() else model
 
 
 def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help='"builtin" (a toy of 3 million parameters), a checkpoint folder, or a Hugging Face Hub id.'
+            help='A short name of `folio pull`, a checkpoint folder, a Hugging Face Hub id, or "builtin" (a toy of 3 '
+            "million parameters). By default smollm2 where it is pulled, else the toy."
         ),
     ] = None,
     config: Annotated[

@@ -15,6 +15,7 @@ from typing import Any
 
 from folio.app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
 from folio.app.models.chat_template.template import ChatTemplate
+from folio.app.models.named import NAMED, missing_fault
 from folio.app.models.quantised.methods import READ, UnreadError, read_scheme
 
 # Names of transformers' tables of model types.
@@ -30,6 +31,8 @@ GGUF = f"GGUF files are not read yet: {_READ}; name the folder or Hub id that th
 
 def name_fault(model: str) -> str | None:
     """Why a name that is no folder cannot be a Hub id either; `None` if it can."""
+    if model in NAMED:
+        return missing_fault(model)
     path, has_form = Path(model), _HUB_ID.fullmatch(model) is not None
     if path.is_file() and (path.suffix.lower() == ".gguf" or _starts_with(path, _GGUF_MAGIC)):
         return f"it is a file of GGUF; {GGUF}"

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from folio.app.config.sizes import Bytes
 from folio.app.errors import ConfigError
+from folio.app.models.named import DEFAULT_MODEL, default_model
 
 # Copies from `vmem` and `folio.app.fleet.policies`, which take seconds to import; a test compares them.
 LayoutKind = Literal["interleaved", "sliced", "whole", "per_layer"]
@@ -70,7 +71,8 @@ class EngineConfig:
     """Settings of one engine.
 
     Attributes:
-        model: "builtin", a local checkpoint folder, or a Hugging Face Hub id.
+        model: a short name that `folio pull` knows (smollm2), a local checkpoint folder, a Hugging Face Hub id, or
+            "builtin", a toy. "default" is smollm2 where it is pulled, else the toy; it is decided once, at the start.
         dtype: of weights and computation; "auto" takes the checkpoint's.
         device: "cpu" or "cuda"; "auto" takes a CUDA device on which mapping and kernels pass a test at the start, else
             the CPU, with the reason in the log.
@@ -219,6 +221,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` with a line for each setting that cannot work."""
+        if self.model == DEFAULT_MODEL:  # here: all replicas of a server have the same model, whatever is pulled later
+            object.__setattr__(self, "model", default_model())
         if problems := list(self._problems()):
             raise ConfigError("\n".join(problems))
 

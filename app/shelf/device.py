@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from folio.app.engine.device.shared_device import SharedDevice
 from folio.app.engine.memory.memory_profile import HEADROOM_BYTES, TorchMemory
 from folio.app.engine.model.device import resolve
 from folio.app.errors import ConfigError
+from folio.app.models.named import cache_folder
 from folio.app.models.weights.pinned_share import PinnedShare, default_folder
 from folio.app.models.weights.store import WeightStore
 from folio.app.shelf.allocation import ModelNeed
@@ -61,7 +61,7 @@ class ShelfDevice:
             if shares_pinned:
                 self._pinned = PinnedShare(host_memory_bytes, default_folder())
             store = WeightStore(
-                weights_dir or _default_folder(),
+                weights_dir or cache_folder() / "weights",
                 charges=pages,
                 uploads=self.uploads,
                 most_bytes=weights_dir_bytes,
@@ -163,10 +163,6 @@ class ShelfDevice:
             self.uploads.close()
         if self._pinned is not None:
             self._pinned.close()
-
-
-def _default_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "folio" / "weights"
 
 
 def _default_bytes(on_cuda: ModelConfig | None) -> int:

@@ -12,6 +12,7 @@ from folio.app.config.checkpoint_sizes import size_faults
 from folio.app.engine.model.tokenizer import one_line
 from folio.app.errors import ModelError
 from folio.app.models.builtin import resolve_model
+from folio.app.models.named import NAMED, missing_fault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,6 +45,8 @@ def read_config(model: str) -> PreTrainedConfig:
     """The model's config. Raises `ModelError` if it is not found, or describes no model."""
     from transformers import AutoConfig, PreTrainedConfig  # not with this module, for `imported_without_torch`
 
+    if (fault := missing_fault(model)) is not None:
+        raise ModelError(f"cannot load {model!r}: {fault}")
     folder = resolve_model(model)
     try:
         found, _ = PreTrainedConfig.get_config_dict(folder)
@@ -59,9 +62,12 @@ def read_config(model: str) -> PreTrainedConfig:
 
 
 def sampling_defaults(model: str) -> dict[str, float] | None:
-    """Temperature, top-p, top-k and min-p of a model's `generation_config.json`; `None` if it has none of them."""
+    """Temperature, top-p, top-k and min-p of a model's `generation_config.json`, or of Folio's table of named models;
+    `None` if it has none of them."""
     from transformers import GenerationConfig  # not with this module, for `imported_without_torch`
 
+    if model in NAMED:
+        return dict(NAMED[model].sampling) or None
     try:
         settings = GenerationConfig.from_pretrained(resolve_model(model)).to_diff_dict()
     except (OSError, ValueError, TypeError, AttributeError) as error:  # there is none, or it is damaged

@@ -18,14 +18,14 @@ from folio.kernels.cpu.row_max import CpuRowMax
 def pool():
     return [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().strip() == "folio-team"]
 
-def compute():
-    x = torch.randn(64, 4096)
-    assert torch.equal(CpuRowMax()(x)[1], x.argmax(1))
-    assert torch.allclose(linear(x, packed), x @ weight.T, atol=1e-2)
+def compute():  # nothing by torch: libgomp's threads do not survive a fork
+    assert torch.equal(row_max(x)[1], largest)
+    assert torch.equal(linear(x, packed), products)
 
 torch.set_num_threads(3)
-linear, weight = CpuLinear(), torch.randn(256, 4096)
-packed = linear.pack(weight)
+linear, row_max, x = CpuLinear(), CpuRowMax(), torch.randn(64, 4096)
+packed = linear.pack(torch.randn(256, 4096))
+largest, products = row_max(x)[1], linear(x, packed)
 for _ in range(20):
     compute()
 assert len(pool()) == 2, pool()  # beside this one; of two libraries

@@ -260,8 +260,8 @@ def test_sizes_are_written_with_units(tmp_path: Path) -> None:
 
 _OTHER_FORMATS = {  # files → what the fault names
     "gguf": ({"m.Q4_K_M.gguf": "GGUF"}, "has m.Q4_K_M.gguf and no config.json; GGUF files are not read yet"),
-    "gptq": ({"config.json": '{"quantization_config": {"quant_method": "gptq"}}'}, "quantized by GPTQ (quantization_"),
-    "awq": ({"config.json": '{"quantization_config": {"quant_method": "awq"}}'}, "quantized by AWQ (quantization_con"),
+    "gptq": ({"config.json": '{"quantization_config": {"quant_method": "gptq", "bits": 3}}'}, "by GPTQ in 3 bits (q"),
+    "aqlm": ({"config.json": '{"quantization_config": {"quant_method": "aqlm"}}'}, "quantized by AQLM (quantizatio"),
     "old": ({"config.json": '{"quantization_config": {"load_in_4bit": 1}}'}, "quantized by an unknown method (quan"),
 }
 

@@ -13,7 +13,7 @@ READ = "GPTQ and compressed-tensors in 4 and 8 bits, AWQ (gemm), FP8, MXFP4 and 
 # Inputs of the least group of 4 and of 8 bits that the kernels have.
 LEAST_GROUP = 32
 # Values of `quant_method` that transformers turns into bfloat16 as it reads the weights.
-READ_AS_BFLOAT16 = ("fp8", "mxfp8", "mxfp4")
+_READ_AS_BFLOAT16 = ("mxfp8", "mxfp4")
 _CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _CT_STRATEGIES = {"int": ("group", "channel", "tensor"), "float": ("channel", "tensor", "block")}
 
@@ -55,10 +55,10 @@ def read_scheme(quantization: object) -> Scheme | None:
     if not isinstance(quantization, Mapping):
         raise UnreadError("?")
     method = quantization.get("quant_method", "an unknown method")
-    if method in READ_AS_BFLOAT16:
+    if method in _READ_AS_BFLOAT16:
         return None
     if not isinstance(method, str) or method not in _METHODS:
-        shown = str(method)[:40]
+        shown = _show(method)
         raise UnreadError(shown.upper() if len(shown) <= 4 else shown)
     return _METHODS[method](quantization)
 
@@ -72,7 +72,8 @@ def _gptq(config: Config) -> Scheme:
     if config.get("pack_dtype", "int32") != "int32":
         raise UnreadError(f"GPTQ packed in {_show(config['pack_dtype'])}")
     # "-:" names modules that are not quantised; the others may have bits and groups of their own.
-    if any(not str(pattern).startswith("-:") for pattern in config.get("dynamic") or ()):
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(pattern.startswith("-:") for pattern in dynamic):
         raise UnreadError("GPTQ with other bits or groups for some modules (dynamic)")
     return Scheme("gptq", frozenset({bits}), _group(config), zeros_less_one=form == "gptq")
 
@@ -98,28 +99,28 @@ def _compressed_tensors(config: Config) -> Scheme:
     bits, blocks = set(), set()
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not isinstance(weights := group.get("weights"), Mapping):
-            raise ValueError(f"config_groups.{name} has no weights")
+            raise ValueError(f"config_groups.{_show(name)} has no weights")
         form = group.get("format") or config.get("format")
         if form not in _CT_FORMATS:
             raise UnreadError(f"compressed-tensors in the format {_show(form)}")
         bits |= _ct_bits(weights, form)
         if weights.get("strategy") == "block":
-            blocks.add(_block(weights.get("block_structure")))
+            blocks.add(_block(weights.get("block_structure"), "block_structure"))
     if len(blocks) > 1:
         raise UnreadError("compressed-tensors with blocks of several sizes")
     return Scheme("compressed-tensors", frozenset(bits), block=next(iter(blocks), None))
 
 
-def _block(value: object) -> tuple[int, int]:
+def _block(value: object, key: str) -> tuple[int, int]:
     if not isinstance(value, list) or [type(size) for size in value] != [int, int] or min(value) < 1:
-        raise ValueError(f"block_structure is {_show(value)}; it must be a list of two positive integers")
+        raise ValueError(f"{key} is {_show(value)}; it must be a list of two positive integers")
     return value[0], value[1]
 
 
 def _ct_bits(weights: Config, form: str) -> set[int]:
     """Bits of the integers of a config group."""
     kind = weights.get("type", "int")
-    if kind not in _CT_STRATEGIES or (kind == "int") == (form == "float-quantized"):
+    if not isinstance(kind, str) or kind not in _CT_STRATEGIES or (kind == "int") == (form == "float-quantized"):
         raise UnreadError(f"compressed-tensors of the type {_show(kind)} in the format {form}")
     name = f"compressed-tensors, {kind},"
     integers = (4, 8) if form == "pack-quantized" else (8,)
@@ -133,6 +134,11 @@ def _ct_bits(weights: Config, form: str) -> set[int]:
     return {bits} if kind == "int" else set()
 
 
+def _fp8(config: Config) -> Scheme:
+    size = config.get("weight_block_size")
+    return Scheme("fp8", frozenset({8}), block=None if size is None else _block(size, "weight_block_size"))
+
+
 def _bitsandbytes(config: Config) -> Scheme:
     kind = config.get("bnb_4bit_quant_type", "fp4") if config.get("load_in_4bit") else "int8"
     if kind != "nf4":
@@ -144,6 +150,7 @@ _METHODS: dict[str, Callable[[Config], Scheme]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
 }
 
@@ -167,8 +174,9 @@ def _group(config: Config) -> int | None:
 
 
 def _format(config: Config, keys: Iterable[str], default: str) -> str:
-    return str(next((config[key] for key in keys if config.get(key) is not None), default)).lower()[:40]
+    return _show(next((config[key] for key in keys if config.get(key) is not None), default)).lower()
 
 
 def _show(value: object) -> str:
-    return value[:40] if isinstance(value, str) and value.replace("-", "").isalnum() else json.dumps(value)[:40]
+    """A value of a config in one line."""
+    return (value if isinstance(value, str) and value.isprintable() else json.dumps(value))[:40]

@@ -32,7 +32,7 @@ class Parts:
 
     def scales(self, ending: str) -> torch.Tensor:
         """Scales of any dtype, as float32."""
-        return self.read(ending, torch.float16, torch.bfloat16, torch.float32).float()
+        return self.read(ending, torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu).float()
 
     def expect(self, ending: str, tensor: torch.Tensor, *shape: int) -> None:
         if tensor.shape != shape:

@@ -11,7 +11,7 @@ import torch
 
 from folio.app.errors import ModelError
 from folio.app.models.quantised.methods import Scheme
-from folio.app.models.quantised.packed import Layout, Parts, grouped, unpacked
+from folio.app.models.quantised.packed import Layout, Parts, grouped
 from folio.kernels import QuantisedWeight
 
 _CODES, _ZEROS, _SCALES = ".qweight", ".qzeros", ".scales"
@@ -34,9 +34,12 @@ def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight:
 
 
 def _by_output(words: torch.Tensor) -> torch.Tensor:
-    """`[rows, words]` → `[outputs, rows]`."""
-    codes = unpacked(words, 4).view(*words.shape, len(_PLACES))
-    return codes[..., _PLACES].view(len(words), -1).t()
+    """`[rows, words]` → uint8 `[outputs, rows]`."""
+    words = words.t().contiguous()
+    codes = torch.empty(len(words), len(_PLACES), words.shape[1], dtype=torch.uint8)
+    for output, place in enumerate(_PLACES):
+        codes[:, output] = (words >> 4 * place) & 15
+    return codes.view(-1, words.shape[1])
 
 
 LAYOUT = Layout((_CODES, _ZEROS, _SCALES), frozenset({_CODES}), _read)

@@ -92,7 +92,8 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     packed = words.contiguous().view(torch.uint8)
     if bits == 8:
         return packed
-    return torch.stack((packed & 15, packed >> 4), -1).view(len(words), -1)
+    wide = packed.to(torch.int16)
+    return wide.bitwise_or_(wide << 4).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
 def grouped(

@@ -120,7 +120,7 @@ def find_quantised(config: ResolvedConfig, hf_config: PreTrainedConfig) -> Quant
             folder = Path(snapshot_download(config.model, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
-    return open_checkpoint(folder)
+    return open_checkpoint(folder, fp8=config.device == "cpu" and config.tensor_parallel_size == 1)
 
 
 def _quantised_module(

@@ -25,12 +25,11 @@ def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight:
         raise ModelError(f"{parts}{_CODES} has the shape {list(words.shape)}, which is not of two dimensions")
     inputs, columns = words.shape
     group = scheme.group or inputs
-    if inputs % group:
-        raise ModelError(f"{parts}: its {inputs} inputs are no multiple of group_size, {group}")
+    count = -(-inputs // group)
     scales = parts.scales(_SCALES)
-    parts.expect(_SCALES, scales, inputs // group, columns * len(_PLACES))
-    parts.expect(_ZEROS, zeros, inputs // group, columns)
-    return grouped(_by_output(words), 4, scales.t(), _by_output(zeros))
+    parts.expect(_SCALES, scales, count, columns * len(_PLACES))
+    parts.expect(_ZEROS, zeros, count, columns)
+    return grouped(_by_output(words), 4, scales.t(), _by_output(zeros), group=group)
 
 
 def _by_output(words: torch.Tensor) -> torch.Tensor:

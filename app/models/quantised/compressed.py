@@ -25,7 +25,7 @@ _SHAPE, _GROUPS = ".weight_shape", ".weight_g_idx"
 _UNUSED = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
 
 
-def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight | torch.Tensor:
+def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight:
     if _CODES in parts.present:
         return _packed(parts, scheme)
     values = parts.read(_VALUES, torch.int8, *DTYPES)
@@ -64,7 +64,7 @@ def _made(parts: Parts, codes: torch.Tensor, bits: int, zeros: torch.Tensor | No
     if groups is not None:
         parts.expect(_GROUPS, groups, inputs)
         groups = None if bool((groups == -1).all()) else groups  # never written by the quantiser
-    return grouped(codes, bits, scales, middle if zeros is None else zeros.int() + middle, groups)
+    return grouped(codes, bits, scales, middle if zeros is None else zeros.int() + middle, groups=groups)
 
 
 def _by_output(parts: Parts, ending: str, tensor: torch.Tensor, outputs: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _by_output(parts: Parts, ending: str, tensor: torch.Tensor, outputs: int) ->
     return tensor.view(outputs, -1)
 
 
-def _from_fp8(parts: Parts, values: torch.Tensor, scheme: Scheme) -> QuantisedWeight | torch.Tensor:
+def _from_fp8(parts: Parts, values: torch.Tensor, scheme: Scheme) -> QuantisedWeight:
     scales, outputs = parts.scales(_SCALES), len(values)
     if scheme.block is not None:
         return rounded(values, block_scales(parts, _SCALES, scales, scheme, values.shape))

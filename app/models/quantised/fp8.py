@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from folio.app.errors import ModelError
-from folio.app.models.quantised.methods import LEAST_GROUP, Scheme
+from folio.app.models.quantised.methods import Scheme
 from folio.app.models.quantised.packed import Layout, Parts
 from folio.kernels import QuantisedWeight, quantise
 
@@ -21,7 +21,7 @@ _VALUES, _SCALES, _UNUSED = ".weight", ".weight_scale_inv", (".activation_scale"
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight | torch.Tensor:
+def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight:
     values, scales = parts.read(_VALUES, *DTYPES), parts.scales(_SCALES)
     if values.ndim != 2:
         raise ModelError(f"{parts}{_VALUES} has the shape {list(values.shape)}, which is not of two dimensions")
@@ -40,10 +40,9 @@ def block_scales(
     return scales.repeat_interleave(height, 0)[:outputs].repeat_interleave(width, 1)[:, :inputs]
 
 
-def rounded(values: torch.Tensor, scales: torch.Tensor) -> QuantisedWeight | torch.Tensor:
-    """Floats of 8 bits as integers of 8; as bfloat16 if their inputs are no whole groups."""
-    product = values.float() * scales
-    return product.bfloat16() if product.shape[1] % LEAST_GROUP else quantise(product, 8)
+def rounded(values: torch.Tensor, scales: torch.Tensor) -> QuantisedWeight:
+    """Floats of 8 bits as integers of 8."""
+    return quantise(values.float() * scales, 8)
 
 
 LAYOUT = Layout((_VALUES, _SCALES, *_UNUSED), frozenset({_SCALES}), _read)

@@ -28,17 +28,16 @@ def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight:
     fields, outputs = 32 // bits, words.shape[1]
     inputs = words.shape[0] * fields
     group = scheme.group or inputs
-    if inputs % group:
-        raise ModelError(f"{parts}: its {inputs} inputs are no multiple of group_size, {group}")
+    count = -(-inputs // group)
     scales = parts.scales(_SCALES)
-    parts.expect(_SCALES, scales, inputs // group, outputs)
-    parts.expect(_ZEROS, zeros, inputs // group, outputs // fields)
+    parts.expect(_SCALES, scales, count, outputs)
+    parts.expect(_ZEROS, zeros, count, outputs // fields)
     if scheme.zeros_less_one:  # in whole words: what the writer's subtraction borrowed is given back
         zeros = zeros + _ONES[bits]
     groups = parts.read(_GROUPS) if _GROUPS in parts.present else None
     if groups is not None:
         parts.expect(_GROUPS, groups, inputs)
-    return grouped(unpacked(words.t(), bits), bits, scales.t(), unpacked(zeros, bits).t(), groups)
+    return grouped(unpacked(words.t(), bits), bits, scales.t(), unpacked(zeros, bits).t(), group=group, groups=groups)
 
 
 LAYOUT = Layout((_CODES, _ZEROS, _SCALES, _GROUPS), frozenset({_CODES}), _read)

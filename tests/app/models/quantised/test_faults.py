@@ -149,7 +149,7 @@ _TENSORS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {  # end o
     ),
     "a.qweight has the dtype int64, not int32": (_GPTQ, _gptq(qweight=_WORDS.long())),
     "a.qweight has the shape [4], which is not of two dimensions": (_GPTQ, _gptq(qweight=_WORDS[:, 0])),
-    "a: its 32 inputs are no multiple of group_size, 64": (_GPTQ, _gptq(qweight=_WORDS)),
+    "a.scales has the shape [2, 24], not [1, 24]": (_GPTQ, _gptq(qweight=_WORDS)),
     "a.g_idx has the shape [3], not [128]": (_GPTQ, _gptq(g_idx=torch.arange(3))),
     "a.scales has the shape [2, 24], not [2, 192]": (_AWQ, _gptq(qweight=torch.zeros(128, 24, dtype=torch.int32))),
     "a: 128 inputs cannot be divided into 3 groups": (_INT4, _int4(weight_scale=scales((OUTPUTS, 3)))),

@@ -40,7 +40,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("sym", [True, False])
-@pytest.mark.parametrize("group", [32, 64, -1])
+@pytest.mark.parametrize("group", [32, 96, -1])
 def test_gptq(tmp_path: Path, bits: int, form: str, sym: bool, group: int) -> None:
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "checkpoint_format": form}
     tensors = gptq(config, OUTPUTS, INPUTS, torch.arange(INPUTS) // (group if group > 0 else INPUTS))
@@ -61,10 +61,10 @@ def test_gptq_in_the_order_of_activations(tmp_path: Path) -> None:
     assert read.order is not None
     assert_close(read.dequantised(), expected)
     tensors["a.g_idx"][0] = (groups[0] + 1) % 4
-    with pytest.raises(ModelError, match=r"a: its groups have 31 to 33 inputs; all must have as many$"):
+    with pytest.raises(ModelError, match=r"a: g_idx does not give 32 inputs to the group \d$"):
         weight(tmp_path, config, tensors)
     tensors["a.g_idx"][0] = 4
-    with pytest.raises(ModelError, match=r"a: g_idx has groups from 0 to 4, of 4$"):
+    with pytest.raises(ModelError, match=r"a: g_idx does not give 32 inputs to the group \d$"):
         weight(tmp_path, config, tensors)
 
 
@@ -199,16 +199,6 @@ def test_floats_of_8_bits(tmp_path: Path, kind: str) -> None:
     if shape == (2, 2):
         with pytest.raises(ModelError, match=r"scale\w* has the shape \[2, 1\], not \[2, 2\]$"):
             weight(tmp_path, config, {"a.weight": values, name: by_block[:, :1]})
-
-
-def test_floats_of_8_bits_without_whole_groups(tmp_path: Path) -> None:
-    values = torch.randn(OUTPUTS, 48).to(torch.float8_e4m3fn)
-    tensors = {"a.weight": values, "a.weight_scale_inv": torch.tensor(0.5)}
-    checkpoint = open_checkpoint(write(tmp_path, {"quant_method": "fp8"}, tensors))
-    assert checkpoint is not None
-    read = checkpoint.read("a.weight")
-    assert isinstance(read, torch.Tensor)
-    assert torch.equal(read, (values.float() / 2).bfloat16())
 
 
 _BELOW = (-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0)

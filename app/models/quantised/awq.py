@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from folio.app.config.quantised import Scheme
 from folio.app.errors import ModelError
-from folio.app.models.quantised.methods import Scheme
 from folio.app.models.quantised.packed import Layout, Parts, grouped
 from folio.kernels import QuantisedWeight
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import torch
 
+from folio.app.config.quantised import Scheme
 from folio.app.errors import ModelError
 from folio.app.models.quantised.fp8 import DTYPES, block_scales, rounded
-from folio.app.models.quantised.methods import Scheme
 from folio.app.models.quantised.packed import Layout, Parts, grouped, unpacked
 from folio.kernels import QuantisedWeight
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from folio.app.config.quantised import LEAST_GROUP, Scheme
 from folio.app.errors import ModelError
 from folio.app.models.quantised.files import TensorFiles
-from folio.app.models.quantised.methods import LEAST_GROUP, Scheme
 from folio.kernels import QuantisedWeight, rounded_scales
 
 _WEIGHT = ".weight"

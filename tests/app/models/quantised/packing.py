@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+OUTPUTS, INPUTS = 24, 128
 # Nibble i of a word of AWQ is that of this output.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -54,3 +55,43 @@ def gptq(config: dict[str, Any], outputs: int, inputs: int, groups: torch.Tensor
         "a.g_idx": groups.int(),
         "expected": by_group.float()[groups].t() * (values - zeros[groups].t()),
     }
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+_BELOW = (-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0)
+_ABOVE = (0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0)
+_NF4 = torch.tensor((*_BELOW, *_ABOVE))
+
+
+def nf4(inputs: int, nested: bool, block: int = 64) -> dict[str, torch.Tensor]:
+    """Tensors of a module `a`, and `expected`."""
+    values, count = codes((OUTPUTS, inputs), 4), OUTPUTS * inputs // block
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [OUTPUTS, inputs]}
+    tensors = {"a.weight": (values[:, ::2] * 16 + values[:, 1::2]).to(torch.uint8).view(-1, 1)}
+    if nested:
+        state |= {"nested_blocksize": 16, "nested_dtype": "float32", "nested_offset": 0.05}
+        stored, table = codes((1, count), 8)[0].to(torch.uint8), torch.linspace(-1, 1, 256)
+        seconds = scales((-(-count // 16),), torch.float32)
+        tensors |= {"a.weight.nested_absmax": seconds, "a.weight.nested_quant_map": table}
+        found = table[stored.long()] * seconds.repeat_interleave(16)[:count] + 0.05
+    else:
+        stored = found = scales((count,), torch.float32)
+    content = json.dumps(state).encode()
+    return tensors | {
+        "a.weight.absmax": stored,
+        "a.weight.quant_map": _NF4,
+        "a.weight.quant_state.bitsandbytes__nf4": torch.tensor(list(content), dtype=torch.uint8),
+        "expected": (_NF4[values].view(-1, block) * found[:, None]).view(OUTPUTS, inputs),
+    }
+
+
+NF4_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}

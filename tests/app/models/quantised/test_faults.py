@@ -13,8 +13,7 @@ import torch
 from folio.app.config.checkpoint import quantization_fault
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import open_checkpoint
-from tests.app.models.quantised.packing import gptq, scales, write
-from tests.app.models.quantised.test_readers import INPUTS, NF4_CONFIG, OUTPUTS, compressed, nf4
+from tests.app.models.quantised.packing import INPUTS, NF4_CONFIG, OUTPUTS, compressed, gptq, nf4, scales, write
 
 _GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 64}
 _AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 64}
@@ -89,7 +88,7 @@ _KEYS = (
     *("sparsity_config", "transform_config"),
 )
 _KEYS_OF_WEIGHTS = ("num_bits", "type", "strategy", "group_size", "block_structure")
-_VALUES = (None, 0, -3, 1.5, True, "", "a\nb", [], [1, "x"], {}, {"a": {"weights": {}}})
+_VALUES: tuple[Any, ...] = (None, 0, -3, 1.5, True, "", "a\nb", [], [1, "x"], {}, {"a": {"weights": {}}})
 
 
 @pytest.mark.parametrize("config", [_GPTQ, _AWQ, _INT4, NF4_CONFIG, {"quant_method": "fp8"}], ids=str)

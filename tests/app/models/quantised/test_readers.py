@@ -10,14 +10,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from folio.app.config.quantised import LEAST_GROUP as READ_GROUP
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import open_checkpoint
-from folio.app.models.quantised.methods import LEAST_GROUP as READ_GROUP
 from folio.kernels import QuantisedWeight
 from folio.kernels.quantised import LEAST_GROUP
-from tests.app.models.quantised.packing import AWQ_ORDER, codes, gptq, scales, words, write
+from tests.app.models.quantised.packing import (
+    AWQ_ORDER,
+    INPUTS,
+    NF4_CONFIG,
+    OUTPUTS,
+    codes,
+    compressed,
+    gptq,
+    nf4,
+    scales,
+    words,
+    write,
+)
 
-OUTPUTS, INPUTS = 24, 128
 # Offsets in float16 are rounded: of the largest value.
 CLOSE = 2**-10
 
@@ -94,16 +105,6 @@ def test_awq(tmp_path: Path, group: int) -> None:
     }
     expected = ((values - zeros[groups]) * by_group.float()[groups]).t()
     assert_close(weight(tmp_path, config, tensors).dequantised(), expected)
-
-
-def compressed(form: str, **weights: Any) -> dict[str, Any]:
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -201,36 +202,6 @@ def test_floats_of_8_bits(tmp_path: Path, kind: str) -> None:
             weight(tmp_path, config, {"a.weight": values, name: by_block[:, :1]})
 
 
-_BELOW = (-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0)
-_ABOVE = (0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0)
-_NF4 = torch.tensor((*_BELOW, *_ABOVE))
-
-
-def nf4(inputs: int, nested: bool, block: int = 64) -> dict[str, torch.Tensor]:
-    """Tensors of a module `a`, and `expected`."""
-    values, count = codes((OUTPUTS, inputs), 4), OUTPUTS * inputs // block
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [OUTPUTS, inputs]}
-    tensors = {"a.weight": (values[:, ::2] * 16 + values[:, 1::2]).to(torch.uint8).view(-1, 1)}
-    if nested:
-        state |= {"nested_blocksize": 16, "nested_dtype": "float32", "nested_offset": 0.05}
-        stored, table = codes((1, count), 8)[0].to(torch.uint8), torch.linspace(-1, 1, 256)
-        seconds = scales((-(-count // 16),), torch.float32)
-        tensors |= {"a.weight.nested_absmax": seconds, "a.weight.nested_quant_map": table}
-        found = table[stored.long()] * seconds.repeat_interleave(16)[:count] + 0.05
-    else:
-        stored = found = scales((count,), torch.float32)
-    content = json.dumps(state).encode()
-    return tensors | {
-        "a.weight.absmax": stored,
-        "a.weight.quant_map": _NF4,
-        "a.weight.quant_state.bitsandbytes__nf4": torch.tensor(list(content), dtype=torch.uint8),
-        "expected": (_NF4[values].view(-1, block) * found[:, None]).view(OUTPUTS, inputs),
-    }
-
-
-NF4_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_nf4(tmp_path: Path, nested: bool) -> None:
     tensors = nf4(INPUTS, nested)
@@ -258,7 +229,7 @@ def test_other_tensors_and_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     tensors = {name.replace("a.", "model.layers.0.q_proj."): tensor for name, tensor in tensors.items()}
     plain = {"model.norm.weight": torch.rand(3), "model.layers.0.q_proj.bias": torch.rand(OUTPUTS).half()}
-    table = {}
+    table: dict[str, str] = {}
     for number, part in enumerate((dict(list(tensors.items())[:2]), dict(list(tensors.items())[2:]) | plain)):
         name = f"model-0000{number + 1}-of-00002.safetensors"
         save_file({key: tensor.contiguous() for key, tensor in part.items()}, tmp_path / name)

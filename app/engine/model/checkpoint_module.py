@@ -120,7 +120,8 @@ def find_quantised(config: ResolvedConfig, hf_config: PreTrainedConfig) -> Quant
             folder = Path(snapshot_download(config.model, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
-    return open_checkpoint(folder)
+    on_cpu = config.device == "cpu" and config.tensor_parallel_size == 1 and config.dtype != "float16"
+    return open_checkpoint(folder, fp8=on_cpu and config.quantization == "none")
 
 
 def _quantised_module(

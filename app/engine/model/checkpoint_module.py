@@ -7,7 +7,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from folio.app.compat.transformers import uses_attention_interface, weights_copied
 from folio.app.config.engine import Quantization, ResolvedConfig
@@ -156,6 +156,8 @@ def _quantised_module(
         module: Any = random_model(
             hf_config, torch.device("cpu"), dtype=dtype, attn_implementation=attention.IMPLEMENTATION
         )
+    with suppress(OSError):  # there is none, and the config may name the tokens that end a text
+        module.generation_config = GenerationConfig.from_pretrained(resolve_model(name))
     _check_attention(module, name, hf_config)
     module.eval().requires_grad_(False)
     recurrent_layers = recurrent.install(module)

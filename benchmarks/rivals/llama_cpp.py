@@ -88,10 +88,10 @@ def running(model: Path, port: int, folder: Path = FOLDER) -> Iterator[Running]:
         yield there
 
 
-def perplexity(model: Path, text: Path, window: int, most_windows: int, folder: Path = FOLDER) -> float:
-    """Perplexity of the second halves of a text's first windows of so many tokens. Raises `RuntimeError`."""
+def perplexity(model: Path, text: Path, window: int, folder: Path = FOLDER) -> float:
+    """Perplexity of the second halves of a text's windows of so many tokens. Raises `RuntimeError`."""
     program = folder / "llama_cpp" / "bin" / "llama-perplexity"
-    command = [program, "--model", model, "--file", text, "--ctx-size", str(window), "--chunks", str(most_windows)]
+    command = [program, "--model", model, "--file", text, "--ctx-size", str(window)]
     ran = subprocess.run([*command, "--threads", str(_cores())], capture_output=True, text=True, errors="replace")
     output = ran.stdout + ran.stderr
     if ran.returncode or (found := _PERPLEXITY.search(output)) is None:

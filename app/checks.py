@@ -30,9 +30,9 @@ from folio.app.config.checkpoint import checkpoint_faults, name_fault, rank_faul
 from folio.app.config.engine import EngineConfig
 from folio.app.config.machine import Machine, check_resources
 from folio.app.edge.keys import read_keys
-from folio.app.errors import ConfigError
+from folio.app.errors import ConfigError, ModelError
 from folio.app.fleet.autoscaling import ScalingTargets
-from folio.app.models.builtin import resolve_model
+from folio.app.models.builtin import local_folder
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +322,11 @@ class _Faults:
         for key, model in (("model", engine.model), ("draft_model", engine.draft_model)):
             if model is None:
                 continue
-            folder = Path(resolve_model(model))
+            try:
+                folder = local_folder(model)
+            except ModelError as error:
+                self.add(f"{_join(path, key)} is {model!r}: {error}")
+                continue
             if folder.is_dir():
                 found = checkpoint_faults(folder, weights=engine.load_format == "auto")
                 self.add(*(f"{_join(path, key)} is {model!r}: {fault}" for fault in found))
@@ -362,7 +366,10 @@ def _tracing_faults(tracing: Mapping[str, Any], *, is_local: bool) -> Iterator[s
 
 def _stored_bytes(engine: EngineConfig) -> int:
     """Bytes of a model's weights, from its local files; 0 if these do not tell."""
-    folder = Path(resolve_model(engine.model))
+    try:
+        folder = local_folder(engine.model)
+    except ModelError:
+        return 0  # a fault of the model
     if engine.dtype != "auto" or engine.quantization != "none" or not folder.is_dir():
         return 0
     return weight_bytes(folder)

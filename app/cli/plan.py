@@ -156,7 +156,10 @@ def check_model(model: str) -> None:
     from folio.app.errors import ModelError
     from folio.app.models.builtin import resolve_model
 
-    folder = Path(resolve_model(model)).expanduser()
+    try:
+        folder = Path(resolve_model(model)).expanduser()
+    except ModelError as error:
+        raise ModelError(f"cannot plan {model!r}: {error}") from None
     fault = format_fault(folder) if folder.is_dir() else name_fault(model)
     if folder.is_dir() and not (folder / "config.json").is_file():
         fault = fault or "it has no config.json"

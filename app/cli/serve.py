@@ -41,9 +41,9 @@ def parse_adapter(text: str) -> tuple[str, str]:
 
 
 def _absolute(model: str) -> str:
-    """A folder's absolute path, so that a configuration can be used from anywhere; other names unchanged."""
+    """A path's absolute form, so that a configuration can be used from anywhere; other names unchanged."""
     is_name = model in (BUILTIN, DEFAULT_MODEL, *NAMED)
-    return os.path.abspath(model) if not is_name and Path(model).is_dir() else model
+    return os.path.abspath(model) if not is_name and Path(model).exists() else model
 
 
 def serve(

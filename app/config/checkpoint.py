@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from folio.app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
+from folio.app.errors import ModelError
 from folio.app.models.chat_template.template import ChatTemplate
+from folio.app.models.gguf.folder import gguf_files
+from folio.app.models.gguf.hub import is_hub_file
+from folio.app.models.gguf.names import resolve_gguf
 from folio.app.models.named import NAMED, missing_fault
 from folio.app.models.quantised.methods import READ, UnreadError, read_scheme
 
@@ -23,10 +27,8 @@ _CAUSAL, _MASKED, _SEQ2SEQ = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 _LFS_POINTER = b"version https://git-lfs"
-_GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _READ = "Folio reads safetensors in float32, bfloat16 and float16"
-GGUF = f"GGUF files are not read yet: {_READ}; name the folder or Hub id that the file was made from"
 
 
 def name_fault(model: str) -> str | None:
@@ -34,14 +36,13 @@ def name_fault(model: str) -> str | None:
     if model in NAMED:
         return missing_fault(model)
     path, has_form = Path(model), _HUB_ID.fullmatch(model) is not None
-    if path.is_file() and (path.suffix.lower() == ".gguf" or _starts_with(path, _GGUF_MAGIC)):
-        return f"it is a file of GGUF; {GGUF}"
     if path.exists():
-        return "it is a file, and must be a folder with config.json, or a Hub id"
-    if not model.startswith((".", "/", "~")) and has_form:
+        return "it is a file, and must be GGUF, a folder with config.json, or a Hub id"
+    if is_hub_file(model) or (has_form and not model.startswith((".", "/", "~"))):
         return None
-    fault = "no such folder exists, and a Hub id has the form name or owner/name"
-    return f"{fault}; {GGUF}" if "gguf" in model.lower() else fault
+    if path.suffix.lower() == ".gguf":
+        return "no such file exists"
+    return "no such folder exists, and a Hub id has the form name or owner/name"
 
 
 def quantization_fault(quantization: object) -> str | None:
@@ -61,10 +62,8 @@ def quantization_fault(quantization: object) -> str | None:
 
 
 def format_fault(folder: Path) -> str | None:
-    """Why the weights of a folder cannot be read: they are GGUF, or quantized; `None` if neither is found."""
-    if not (path := folder / "config.json").exists():
-        files = sorted(folder.glob("*.[gG][gG][uU][fF]"))
-        return f"{str(folder)!r} has {files[0].name} and no config.json; {GGUF}" if files else None
+    """Why the quantized weights of a folder cannot be read; `None` if they can, or are not quantized."""
+    path = folder / "config.json"
     try:
         fault = quantization_fault(_json(path).get("quantization_config"))
     except ValueError:
@@ -78,6 +77,11 @@ def checkpoint_faults(folder: Path, *, weights: bool = True) -> Iterator[str]:
     Args:
         weights: check the weights, too.
     """
+    try:
+        folder = Path(resolve_gguf(str(folder)) or folder)
+    except ModelError as error:
+        yield str(error)
+        return
     if (fault := format_fault(folder)) is not None:
         yield fault
         return
@@ -110,9 +114,9 @@ def rank_faults(folder: Path, tensor_parallel_size: int) -> Iterator[str]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of the weights in a checkpoint's safetensors files; 0 if it has none."""
+    """Bytes of the weights in a checkpoint's files of safetensors or GGUF; 0 if it has none."""
     single = folder / "model.safetensors"
-    files = [single] if single.is_file() else folder.glob("*.safetensors")
+    files = [single] if single.is_file() else gguf_files(folder) or [*folder.glob("*.safetensors")]
     return sum(file.stat().st_size for file in files)
 
 
@@ -240,6 +244,8 @@ def _shapes_in(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 
 def weight_faults(folder: Path) -> Iterator[str]:
     """A sentence for each fault of a checkpoint's weights: missing, damaged, or not those of its config."""
+    if gguf_files(folder):
+        return  # there is no folder of damaged ones
     files, index = sorted(file for file in folder.glob("*.safetensors") if file.is_file()), folder / _INDEX
     if (single := folder / "model.safetensors").is_file():  # preferred by transformers
         files = [single]

@@ -259,7 +259,6 @@ def test_sizes_are_written_with_units(tmp_path: Path) -> None:
 
 
 _OTHER_FORMATS = {  # files → what the fault names
-    "gguf": ({"m.Q4_K_M.gguf": "GGUF"}, "has m.Q4_K_M.gguf and no config.json; GGUF files are not read yet"),
     "gptq": ({"config.json": '{"quantization_config": {"quant_method": "gptq"}}'}, "quantized by GPTQ (quantization_"),
     "awq": ({"config.json": '{"quantization_config": {"quant_method": "awq"}}'}, "quantized by AWQ (quantization_con"),
     "old": ({"config.json": '{"quantization_config": {"load_in_4bit": 1}}'}, "quantized by an unknown method (quan"),
@@ -278,15 +277,22 @@ def test_formats_that_are_not_read_are_named(tmp_path: Path, kind: str, capsys: 
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["m.gguf", "m.bin"])
-def test_a_gguf_file(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["m.gguf", "m.bin", "folder/m.gguf"])
+def test_a_damaged_gguf_file(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"GGUF\x03")
-    [fault] = faults(tmp_path, engine(model=str(path)))
-    assert "it is a file of GGUF; GGUF files are not read yet: Folio reads safetensors" in fault
-    assert main(["plan", str(path), "--memory", "1GiB"]) == 1
-    assert "GGUF files are not read yet" in capsys.readouterr().err
-    assert "GGUF" in faults(tmp_path, engine(model="Qwen/Qwen3-0.6B-GGUF:Q8_0"))[0]  # as llama.cpp names them
+    model = str(path.parent if "/" in name else path)
+    [fault] = faults(tmp_path, engine(model=model))
+    assert fault.endswith(f"{path}: its version ends at byte 8, beyond the file's 5 bytes: it is truncated or damaged")
+    assert main(["plan", model, "--memory", "1GiB"]) == 1
+    assert "it is truncated or damaged" in capsys.readouterr().err
+
+
+def test_a_gguf_file_of_the_hub_is_left_to_the_hub(tmp_path: Path) -> None:
+    for name in ("Qwen/Qwen3-0.6B-GGUF:Q8_0", "hf.co/a/b", "a/b:Q4_K_M"):
+        assert faults(tmp_path, engine(model=name)) == []
+    assert "no such file exists" in faults(tmp_path, engine(model="./m.gguf"))[0]
 
 
 def shelf(*engines: dict[str, Any], device_memory_bytes: int | str = 1 << 30, **settings: Any) -> dict[str, Any]:

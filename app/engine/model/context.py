@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from folio.app.config.checkpoint import GGUF, quantization_fault
+from folio.app.config.checkpoint import quantization_fault
 from folio.app.config.checkpoint_sizes import size_faults
 from folio.app.engine.model.tokenizer import one_line
 from folio.app.errors import ModelError
@@ -54,8 +54,7 @@ def read_config(model: str) -> PreTrainedConfig:
             raise ModelError(f"cannot load {model!r}: {'; '.join(faults)}")
         config = AutoConfig.from_pretrained(folder)
     except _NO_CONFIG as error:
-        hint = f"; {GGUF}" if "gguf" in model.lower() else ""
-        raise ModelError(f"cannot load {model!r}: {one_line(error)}{hint}") from error
+        raise ModelError(f"cannot load {model!r}: {one_line(error)}") from error
     if (fault := quantization_fault(getattr(config, "quantization_config", None))) is not None:
         raise ModelError(f"cannot load {model!r}: {fault}")
     return config

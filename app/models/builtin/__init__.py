@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from folio.app.models.gguf.hub import is_hub_file
+from folio.app.models.gguf.names import resolve_gguf
 from folio.app.models.named import BUILTIN, NAMED
 
-__all__ = ["BUILTIN", "BUILTIN_DESCRIPTION", "BUILTIN_FOLDER", "resolve_model"]
+__all__ = ["BUILTIN", "BUILTIN_DESCRIPTION", "BUILTIN_FOLDER", "local_folder", "resolve_model"]
 
 BUILTIN_DESCRIPTION = (
     "a toy of 3 million parameters for first steps and tests; `folio pull smollm2` fetches a real model"
@@ -13,7 +15,13 @@ BUILTIN_FOLDER = Path(__file__).parent / "model"
 
 
 def resolve_model(model: str) -> str:
-    """The folder, file or Hub id behind a model's name."""
-    if model in NAMED:
-        return str(NAMED[model].path)
-    return str(BUILTIN_FOLDER) if model == BUILTIN else model
+    """The folder or Hub id behind a model's name; of a GGUF file the folder of its metadata. Raises `ModelError`."""
+    if model == BUILTIN:
+        return str(BUILTIN_FOLDER)
+    model = str(NAMED[model].path) if model in NAMED else model
+    return resolve_gguf(model) or model
+
+
+def local_folder(model: str) -> Path:
+    """The same as a path, but nothing is downloaded: the name itself if it is the Hub's. Raises `ModelError`."""
+    return Path(model if is_hub_file(model) else resolve_model(model))

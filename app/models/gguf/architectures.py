@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from folio.app.models.gguf.header import GgufHeader, GgufTensor
+from folio.app.models.gguf.header import READ_KINDS, GgufHeader, GgufTensor
 
 # What undoes a change of the converter: rows of each head are in pairs, or a norm's weight is one more.
 Undo = Literal["pairs of q", "pairs of k", "plus one"]
@@ -84,7 +84,7 @@ def parameters(header: GgufHeader) -> Iterator[tuple[str, GgufTensor, Undo | Non
     """Each parameter's name in transformers, its tensor, and the change to undo.
 
     Raises:
-        ValueError: the architecture or a tensor is unknown.
+        ValueError: the architecture, a tensor or its type is not known.
     """
     name = architecture_name(header)
     architecture = ARCHITECTURES[name]
@@ -96,6 +96,11 @@ def parameters(header: GgufHeader) -> Iterator[tuple[str, GgufTensor, Undo | Non
         names, prefix = (_NAMES, "") if not found or not found["layer"] else (layer, f"model.layers.{found['layer']}.")
         if found is None or (module := names.get(found["leaf"])) is None:
             raise ValueError(f"{tensor.file} has the tensor {tensor.name!r}, which Folio does not know of {name!r}")
+        if tensor.kind not in READ_KINDS:
+            raise ValueError(
+                f"{tensor.file} has the tensor {tensor.name!r} in {tensor.kind}; of GGUF's types Folio reads "
+                f"{', '.join(READ_KINDS)}"
+            )
         undo: Undo | None = None
         if architecture.has_pairs and found["leaf"] in ("attn_q", "attn_k"):
             undo = "pairs of q" if found["leaf"] == "attn_q" else "pairs of k"

@@ -27,7 +27,7 @@ _LEAST_EXPONENT, _MOST_EXPONENT = -24, 15
 
 
 def decode(kind: str, data: Bytes, shape: tuple[int, ...]) -> torch.Tensor | QuantisedWeight:
-    """A tensor of a kind in `READ_KINDS`.
+    """A tensor of one of `header.READ_KINDS`.
 
     Args:
         data: `[bytes]`.
@@ -176,4 +176,3 @@ _BLOCKS: dict[str, tuple[int, int, Callable[[Bytes], QuantisedWeight]]] = {
     "IQ4_XS": (256, 136, _iq4_xs),
     "MXFP4": (32, 17, _mxfp4),
 }
-READ_KINDS = (*_DENSE, *_BLOCKS)

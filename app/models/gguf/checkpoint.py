@@ -9,7 +9,7 @@ import torch
 
 from folio.app.errors import ModelError
 from folio.app.models.gguf.architectures import Undo, parameters
-from folio.app.models.gguf.blocks import READ_KINDS, Bytes, decode
+from folio.app.models.gguf.blocks import Bytes, decode
 from folio.app.models.gguf.header import GgufHeader, GgufTensor
 from folio.kernels import QuantisedWeight
 
@@ -25,12 +25,6 @@ class GgufCheckpoint:
 
     def __init__(self, header: GgufHeader) -> None:
         self._parameters = {name: (tensor, undo) for name, tensor, undo in parameters(header)}
-        for tensor, _ in self._parameters.values():
-            if tensor.kind not in READ_KINDS:
-                raise ValueError(
-                    f"{tensor.file} has the tensor {tensor.name!r} in {tensor.kind}; of GGUF files Folio reads "
-                    f"{', '.join(READ_KINDS)}"
-                )
         heads = header.settings.get(f"{header.settings['general.architecture']}.attention.head_count")
         key_value = header.settings.get(f"{header.settings['general.architecture']}.attention.head_count_kv", heads)
         self._num_heads = {"pairs of q": heads, "pairs of k": key_value}

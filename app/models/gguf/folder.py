@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from folio.app import VERSION
+from folio.app.models.gguf.architectures import parameters
 from folio.app.models.gguf.config import model_config
 from folio.app.models.gguf.header import GgufHeader
 from folio.app.models.gguf.settings import Settings
@@ -44,12 +45,13 @@ def metadata_folder(header: GgufHeader, parents: Iterable[Path]) -> Path:
     """The folder of a model, made if it is missing.
 
     Args:
+        header: of files by absolute paths.
         parents: places for it, made if they are missing; the first one that this user alone can write to has it.
 
     Raises:
         ValueError: the model cannot be served, with a sentence for the user.
     """
-    files = [str(file.resolve()) for file in header.files]
+    files = [str(file) for file in header.files]
     name = f"{header.files[0].stem[-60:].lstrip('.-')}-{_digest(files)}-"
     reasons = []
     for parent in parents:
@@ -96,6 +98,7 @@ def _publish(header: GgufHeader, files: list[str], folder: Path) -> None:
 
 def _documents(header: GgufHeader, files: list[str]) -> dict[str, dict[str, Any]]:
     config = model_config(header)
+    _check_parameters(header, config)
     tokenizer = GgufTokenizer(header)
     settings = Settings(header, "general")
     generation: dict[str, Any] = {"eos_token_id": tokenizer.ends or None}
@@ -111,11 +114,21 @@ def _documents(header: GgufHeader, files: list[str]) -> dict[str, dict[str, Any]
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": config["max_position_embeddings"],
             "clean_up_tokenization_spaces": False,
+            "add_bos_token": tokenizer.adds_bos,
             **tokenizer.special,
             **_templates(settings, tokenizer),
         },
         FILES: {"files": files},
     }
+
+
+def _check_parameters(header: GgufHeader, config: dict[str, Any]) -> None:
+    found = {name for name, _, _ in parameters(header)}
+    for layer in range(config["num_hidden_layers"]):
+        if not any(name.startswith(f"model.layers.{layer}.") for name in found):
+            raise ValueError(
+                f"{header.files[0]} has {config['num_hidden_layers']} layers, and no tensors of blk.{layer}"
+            )
 
 
 def _templates(settings: Settings, tokenizer: GgufTokenizer) -> dict[str, Any]:

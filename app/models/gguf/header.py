@@ -16,12 +16,14 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeAlias
+from pathlib import Path, PurePath
+from typing import Any, TypeAlias, TypeVar
 
+_Path = TypeVar("_Path", bound=PurePath)
 Setting: TypeAlias = "str | int | float | bool | tuple[Any, ...]"
 
 MAGIC = b"GGUF"
+_LFS_POINTER = b"vers"  # of "version https://git-lfs"
 _VERSIONS = (2, 3)
 _PIECE_BYTES = 1 << 20
 # Largest header that is read; the longest known ones, of 260,000 tokens with merges, have 16 MiB.
@@ -66,6 +68,11 @@ _KINDS = {
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
 }
+# Of them, those whose tensors are read.
+READ_KINDS = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "MXFP4"),
+)
 _PART = re.compile(r"(?P<name>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 
 
@@ -117,7 +124,11 @@ def read_gguf(path: Path) -> GgufHeader:
     Raises:
         ValueError: with a sentence for the user: a file is missing, truncated or damaged.
     """
-    files = split_files(path)
+    files = parts_of(path)
+    for file in files:
+        if not file.is_file():
+            of = f", one of {len(files)} files of the model" if len(files) > 1 else ""
+            raise ValueError(f"{file}{of} is not there")
     headers = [_read_file(file) for file in files]
     first = headers[0]
     tensors: dict[str, GgufTensor] = {}
@@ -137,22 +148,18 @@ def read_gguf(path: Path) -> GgufHeader:
     return replace(first, files=files, tensors=tensors, digest=digest)
 
 
-def split_files(path: Path) -> tuple[Path, ...]:
-    """All files of the model that the file is a part of. Raises `ValueError` if one is missing."""
+def parts_of(path: _Path) -> tuple[_Path, ...]:
+    """Paths of all files of the model that the file is a part of, by its name. Raises `ValueError` if it is wrong."""
     if (found := _PART.fullmatch(path.name)) is None:
         return (path,)
-    parts = int(found["parts"])
-    files: list[Path] = []
-    for part in range(1, parts + 1):
-        files.append(path.with_name(f"{found['name']}-{part:05}-of-{found['parts']}{path.suffix}"))
-        if not files[-1].is_file():
-            raise ValueError(f"{path} is one of {parts} files of a model, and {files[-1].name} is not there")
-    if not 1 <= int(found["part"]) <= parts:
-        raise ValueError(f"{path} is part {int(found['part'])} of {parts} by its name")
-    return tuple(files)
+    part, parts = int(found["part"]), int(found["parts"])
+    if not 1 <= part <= parts:
+        raise ValueError(f"{path} is part {part} of {parts} by its name")
+    name = f"{found['name']}-{{:05}}-of-{found['parts']}{path.suffix}"
+    return tuple(path.with_name(name.format(number)) for number in range(1, parts + 1))
 
 
-def is_first_or_whole(path: Path) -> bool:
+def is_first_or_whole(path: PurePath) -> bool:
     """Whether the file stands for a model: it is not split, or the first part."""
     return (found := _PART.fullmatch(path.name)) is None or int(found["part"]) == 1
 
@@ -214,6 +221,8 @@ class _Reader:
 
     def _check_start(self) -> None:
         start = bytes(self._take(4, "its first 4 bytes"))
+        if start == _LFS_POINTER:
+            raise self._fault("it is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder")
         if start != MAGIC:
             raise self._fault(f"it is no GGUF file: it begins with {start!r}, not {MAGIC!r}")
         (version,) = self._unpack("<I", "its version")
@@ -296,7 +305,7 @@ class _Reader:
         start, end = self._position, self._position + count
         if end > self._limit:
             bound = f"the file's {self._num_bytes} bytes" if end > self._num_bytes else f"{_MOST_HEADER_BYTES} bytes"
-            raise self._fault(f"{what} ends at byte {end}, beyond {bound}: the file is truncated or damaged")
+            raise self._fault(f"{what} ends at byte {end}, beyond {bound}: it is truncated or damaged")
         while len(self._data) < end:
             wanted = min(max(end - len(self._data), _PIECE_BYTES), self._limit - len(self._data))
             if not (part := os.pread(self._fd, wanted, len(self._data))):

@@ -44,6 +44,6 @@ SPLITS: dict[str, tuple[str, ...]] = {
     **_named("default", r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
 # Whole words that are tokens are taken before their merges, and texts begin with BOS unless the file says otherwise.
-MERGES_LATE = frozenset(["llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"])
+MERGES_LATE = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"))
 # Texts are brought into Unicode's form NFC before.
 NORMALISED = frozenset(("qwen2", "deepseek-r1-qwen"))

@@ -17,6 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from folio.app import VERSION
 from folio.app.config.engine import ResolvedConfig
 from folio.app.models.builtin import resolve_model
+from folio.app.models.gguf.folder import gguf_files
 from folio.app.models.weights.file import LAYOUT_VERSION
 from folio.app.models.weights.folder import SUFFIX
 from folio.kernels import CpuLinear, KernelError
@@ -76,10 +77,11 @@ def weight_key(config: ResolvedConfig, digest: Callable[[Path], str], *, pools: 
         read = config.load_format == "auto"
         files = [path for pattern in (_CONFIG if read else _CONFIG[:1]) for path in downloaded.glob(pattern)]
         files += weight_files(folder) if read else []
+    path = next(iter(gguf_files(Path(folder))), Path(folder))
     return WeightKey(
-        name=Path(folder).name,
+        name=path.name,
         place={
-            "model": str(Path(folder).resolve()) if Path(folder).is_dir() else folder,
+            "model": str(path.resolve()) if Path(folder).is_dir() else folder,
             "load_format": config.load_format,
             "dtype": config.dtype,
             "quantization": config.quantization,
@@ -107,11 +109,11 @@ def _kernels() -> list[str]:
 
 
 def weight_files(model: str) -> list[Path]:
-    """Weight files in a folder, or the downloaded ones of a Hub id."""
+    """Weight files in a folder, those of GGUF that it stands for, or the downloaded ones of a Hub id."""
     folder = _checkpoint_folder(model)
     if folder is None:
         return []
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    return list(gguf_files(folder)) or sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def _checkpoint_folder(model: str) -> Path | None:

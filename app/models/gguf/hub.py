@@ -1,0 +1,86 @@
+"""Files of Hub repositories by their quantisation: `owner/name:Q4_K_M`, `hf.co/owner/name`, `owner/name-GGUF`."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path, PurePath, PurePosixPath
+from typing import TypeVar
+
+from folio.app.models.gguf.header import is_first_or_whole, parts_of
+
+_Path = TypeVar("_Path", bound=PurePath)
+_DEFAULT_KIND = "Q4_K_M"
+_NAME = re.compile(
+    r"(?P<host>(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repo>[\w.-]+/[\w.-]*?(?P<gguf>-gguf)?)(?::(?P<kind>[\w.-]+))?",
+    re.IGNORECASE,
+)
+# Files of other parts of a model, its eyes among them, and of what it was quantised by.
+_OTHER_PARTS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+
+
+def is_hub_file(model: str) -> bool:
+    """Whether a name is that of a Hub repository's GGUF file; nothing is looked up."""
+    found = _NAME.fullmatch(model)
+    return found is not None and any(found.group("host", "gguf", "kind")) and not Path(model).exists()
+
+
+def models_among(files: Iterable[_Path]) -> list[_Path]:
+    """Of each model its only or its first file."""
+    return [file for file in files if is_first_or_whole(file) and not _OTHER_PARTS.search(file.name)]
+
+
+@lru_cache
+def downloaded(model: str) -> Path:
+    """The (first) file of a model in the Hub's cache, which has all of them: of the Hub's newest revision, or, where
+    the Hub is not reached, of the newest one there. Raises `ValueError`."""
+    from huggingface_hub import HfApi, snapshot_download  # not with this module: it takes a while
+
+    found = _NAME.fullmatch(model)
+    assert found is not None
+    repo, kind = found["repo"], found["kind"]
+    try:
+        name = chosen(repo, HfApi().list_repo_files(repo), kind)
+        wanted = [glob.escape(str(part)) for part in parts_of(PurePosixPath(name))]
+        return Path(snapshot_download(repo, allow_patterns=wanted)) / name
+    except Exception as error:  # of httpx or httpx2, by the Hub client's version, among others
+        if isinstance(error, ValueError):
+            raise
+        if (file := _cached(repo, kind)) is not None:
+            return file
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{repo} cannot be downloaded: {lines[0]}") from None
+
+
+def chosen(repo: str, names: Iterable[str], kind: str | None) -> str:
+    """The first file of a repository's model of a quantisation. Raises `ValueError` if there is none."""
+    files = models_among(file for name in names if (file := PurePosixPath(name)).suffix.lower() == ".gguf")
+    wanted = re.compile(rf"(.*[-._])?{re.escape(kind or _DEFAULT_KIND)}([-.]\d{{5}}-of-\d{{5}})?", re.IGNORECASE)
+    found = [file for file in files if wanted.fullmatch(file.stem)]
+    if not found and kind is None and len(files) == 1:
+        found = files
+    if not found:
+        others = f"; it has {', '.join(str(file) for file in files[:12])}" if files else ""
+        raise ValueError(f"the repository {repo} has no GGUF file in {kind or _DEFAULT_KIND}{others}")
+    return str(min(found, key=lambda file: (len(file.name), str(file))))
+
+
+def _cached(repo: str, kind: str | None) -> Path | None:
+    """The file in the Hub's cache, if all parts of it are there."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repos = [one for one in scan_cache_dir().repos if (one.repo_id, one.repo_type) == (repo, "model")]
+    except CacheNotFound:
+        return None
+    for revision in sorted((each for one in repos for each in one.revisions), key=lambda each: -each.last_modified):
+        paths = {str(file.file_path.relative_to(revision.snapshot_path)): file.file_path for file in revision.files}
+        try:
+            name = chosen(repo, paths, kind)
+        except ValueError:
+            continue
+        if all(str(part) in paths for part in parts_of(PurePosixPath(name))):
+            return paths[name]
+    return None

@@ -1,0 +1,57 @@
+"""Names of GGUF models: a file, a folder with one, and a file of a Hub repository (see `hub`)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from folio.app.errors import ModelError
+from folio.app.models.gguf.folder import metadata_folder
+from folio.app.models.gguf.header import MAGIC, parts_of, read_gguf
+from folio.app.models.gguf.hub import downloaded, is_hub_file, models_among
+from folio.app.models.named import cache_folder
+
+_SUFFIX = ".gguf"
+
+
+def resolve_gguf(model: str) -> str | None:
+    """The folder of a GGUF model's metadata, see `metadata_folder`; `None` for other names. A file of the Hub is
+    downloaded first. Raises `ModelError`."""
+    try:
+        if (file := local_file(model)) is None:
+            if not is_hub_file(model):
+                return None
+            file = downloaded(model)
+        states = [path.stat() for path in parts_of(file)]
+        return _folder(file, tuple((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in states))
+    except (OSError, ValueError) as error:
+        raise ModelError(str(error)) from None
+
+
+def local_file(model: str) -> Path | None:
+    """The (first) file of a GGUF model on this machine, by its absolute path; `None` for other names. Raises
+    `ValueError`."""
+    path = Path(os.path.abspath(Path(model).expanduser()))
+    if path.is_file():
+        return path if path.suffix.lower() == _SUFFIX or _has_magic(path) else None
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = [file for file in sorted(path.iterdir()) if file.suffix.lower() == _SUFFIX]
+    found = models_among(files) or files
+    if len(found) > 1:
+        raise ValueError(f"{path} has {len(found)} GGUF models; name one: {', '.join(file.name for file in found[:5])}")
+    return found[0] if found else None
+
+
+def _has_magic(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+@lru_cache
+def _folder(file: Path, states: object) -> str:
+    """Args: states: of all files; others are another model."""
+    parents = cache_folder() / "gguf", Path(tempfile.gettempdir()) / f"folio-gguf-{os.geteuid()}"
+    return str(metadata_folder(read_gguf(file), parents))

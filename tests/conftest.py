@@ -23,6 +23,7 @@ import torch
 from tests import selection, times
 from tests.cluster import cluster_url, front  # noqa: F401 (fixtures)
 from tests.processes import no_processes
+from tests.real_models import gemma3_270m, pip_gives_up, smollm2  # noqa: F401 (fixtures)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: it defines functions of its own then

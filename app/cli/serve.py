@@ -102,7 +102,9 @@ def serve(
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a GPU's memory for everything; by default 0.9.")
     ] = None,
-    quantization: Annotated[Literal["none", "int8"] | None, typer.Option(help="For linear layers, on CPUs.")] = None,
+    quantization: Annotated[
+        Literal["none", "int8", "int4"] | None, typer.Option(help="For linear layers, on CPUs.")
+    ] = None,
     speculation: Annotated[
         Literal["off", "ngram"] | None, typer.Option(help="Draft tokens from earlier text; the same outputs.")
     ] = None,

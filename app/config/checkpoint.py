@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from folio.app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
+from folio.app.config.quantised import READ, UnreadError, read_scheme
 from folio.app.errors import ModelError
 from folio.app.models.chat_template.template import ChatTemplate
 from folio.app.models.gguf.folder import gguf_files
 from folio.app.models.gguf.hub import is_hub_file
 from folio.app.models.gguf.names import resolve_gguf
 from folio.app.models.named import NAMED, missing_fault
-from folio.app.models.quantised.methods import READ, UnreadError, read_scheme
 
 # Names of transformers' tables of model types.
 _CAUSAL, _MASKED, _SEQ2SEQ = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"

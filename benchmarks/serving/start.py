@@ -77,7 +77,17 @@ class Start:
 
 def command(port: int) -> list[str]:
     """The command that serves, as a user gives it."""
-    return [sys.executable, "-m", "folio.app.cli", "serve", "--config", "serve_config.yaml", "--port", str(port)]
+    return [
+        sys.executable,
+        "-m",
+        "folio.app.cli",
+        "serve",
+        "builtin",
+        "--config",
+        "serve_config.yaml",
+        "--port",
+        str(port),
+    ]
 
 
 def first_token(port: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -150,16 +151,18 @@ class StepParts:
 class CpuLayer:
     """One layer's call. Each value is that of the single operations, bit for bit.
 
+    Args:
+        march: the compiler's name of the processor, as for `CpuLinear`.
+
     Raises:
         KernelError: the library cannot be compiled.
     """
 
-    def __init__(self, weights: LayerWeights, workspace: Workspace) -> None:
-        self._run = load_function("layer", "folio_layer", ctypes.POINTER(_LayerCall), result=ctypes.c_int)
-        self._workspace_bytes = load_function(
-            "layer", "folio_layer_workspace", ctypes.POINTER(_LayerCall), result=_INT64
-        )
-        products = load_library("linear")
+    def __init__(self, weights: LayerWeights, workspace: Workspace, march: str = "native") -> None:
+        load, call = partial(load_function, "layer", march=march), ctypes.POINTER(_LayerCall)
+        self._run = load("folio_layer", call, result=ctypes.c_int)
+        self._workspace_bytes = load("folio_layer_workspace", call, result=_INT64)
+        products = load_library("linear", march)
         self._weights, self._workspace = weights, workspace  # kept: the fields have the addresses of the weights
         query_weight, key_weight = [norm.weight for norm in weights.head_norms] or (None, None)
         self._fields = _LayerCall(

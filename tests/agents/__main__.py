@@ -212,9 +212,7 @@ def write_record(runs: Sequence[Run]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.agents", description=__doc__.partition("\n")[0])
     parser.add_argument("agents", nargs="*", metavar="AGENT", help="names of some agents; by default all")
-    parser.add_argument(
-        "--real", type=Path, help="folder of the real model (tests/agents/real.py); without it: not tried"
-    )
+    parser.add_argument("--real", action="store_true", help="try smollm2, too, which `folio pull` has fetched")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS, help="some checks; by default all")
     parser.add_argument("--jobs", type=int, default=2, help="agents at a time")
     parser.add_argument("--bodies", type=Path, help="folder for the requests")

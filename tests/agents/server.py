@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from folio.app.models.named import SMOLLM2
 from tests.agents.script import Step, write_checkpoint
 from tests.processes import until
 
@@ -42,13 +43,13 @@ class Server:
 
 
 @contextmanager
-def served(folder: Path, errands: Mapping[str, tuple[Step, Step]], real: Path | None) -> Iterator[Server]:
-    """A server until the block ends. `folder`: for its files. `real`: the folder of the real model."""
+def served(folder: Path, errands: Mapping[str, tuple[Step, Step]], real: bool) -> Iterator[Server]:
+    """A server until the block ends. `folder`: for its files. `real`: with the real model."""
     write_checkpoint(folder / "scripted", errands, [path.read_text() for path in ROOT.glob("docs/**/*.md")])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         server = Server(free.getsockname()[1])
-    models = {"scripted": folder / "scripted"} | ({"smollm2": real} if real else {})
+    models = {"scripted": str(folder / "scripted")} | ({SMOLLM2: SMOLLM2} if real else {})
     config, log = folder / "folio.yaml", folder / "server.log"
     config.write_text(json.dumps(_configuration(models, server.port)))  # JSON is YAML
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -64,11 +65,11 @@ def served(folder: Path, errands: Mapping[str, tuple[Step, Step]], real: Path | 
             process.wait(timeout=120)
 
 
-def _configuration(models: Mapping[str, Path], port: int) -> dict[str, Any]:
+def _configuration(models: Mapping[str, str], port: int) -> dict[str, Any]:
     """Prefixes stay cached however long an agent takes for its next turn."""
     shelf = [
-        {"name": name, "keep": "always", "engine": {"model": str(path), "prefix_cache_release_s": 3600}}
-        for name, path in models.items()
+        {"name": name, "keep": "always", "engine": {"model": model, "prefix_cache_release_s": 3600}}
+        for name, model in models.items()
     ]
     deployments = [
         {"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}},

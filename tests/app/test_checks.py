@@ -259,8 +259,8 @@ def test_sizes_are_written_with_units(tmp_path: Path) -> None:
 
 
 _OTHER_FORMATS = {  # files → what the fault names
-    "gptq": ({"config.json": '{"quantization_config": {"quant_method": "gptq"}}'}, "quantized by GPTQ (quantization_"),
-    "awq": ({"config.json": '{"quantization_config": {"quant_method": "awq"}}'}, "quantized by AWQ (quantization_con"),
+    "gptq": ({"config.json": '{"quantization_config": {"quant_method": "gptq", "bits": 3}}'}, "by GPTQ in 3 bits (q"),
+    "aqlm": ({"config.json": '{"quantization_config": {"quant_method": "aqlm"}}'}, "quantized by AQLM (quantizatio"),
     "old": ({"config.json": '{"quantization_config": {"load_in_4bit": 1}}'}, "quantized by an unknown method (quan"),
 }
 

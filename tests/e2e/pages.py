@@ -15,6 +15,8 @@ from typing import IO, Any
 from tests.docs.blocks import ROOT, Block, is_as_expected, page_blocks
 
 ADDRESS = "127.0.0.1:8000"  # in the pages
+# They show the default model's answers, and run in `test_lifetime.py`.
+FIRST_PAGES = ("README.md", "docs/start/first-model.md")
 _BLOCK_S = 120.0
 _NEEDS = re.compile(rf"{re.escape(ADDRESS)}|Folio\(|ray\.init")
 

@@ -1,4 +1,4 @@
-"""Blocks of docs/ that call a server run, in order, against one with the built-in model; those of README.md in
+"""Blocks of docs/ that call a server run, in order, against one with the built-in model; those of `FIRST_PAGES` in
 `test_lifetime.py`."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from tests.docs.blocks import ROOT, valid_pages
-from tests.e2e.pages import Runner, needs_server
+from tests.e2e.pages import FIRST_PAGES, Runner, needs_server
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,6 @@ def runner(cluster_url: str, folio: Any, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.thirds
-@pytest.mark.parametrize("page", [p for p, blocks in valid_pages() if needs_server(blocks) and p != "README.md"])
+@pytest.mark.parametrize("page", [p for p, blocks in valid_pages() if needs_server(blocks) and p not in FIRST_PAGES])
 def test_page(runner: Runner, page: str) -> None:
     runner.run_page(page)

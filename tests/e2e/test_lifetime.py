@@ -15,6 +15,7 @@ import venv
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ import pytest
 
 from benchmarks.served import free_port
 from tests.docs.blocks import ROOT
-from tests.e2e.pages import Runner
+from tests.e2e.pages import FIRST_PAGES, Runner
 from tests.processes import until
 
 pytestmark = pytest.mark.third_day(2)
@@ -97,8 +98,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def command(python: Path, project: Path) -> Iterator[Command]:
-    """`folio serve` of the wheel in the project's folder."""
+def command(request: pytest.FixtureRequest, python: Path, project: Path) -> Iterator[Command]:
+    """`folio serve` of the wheel in the project's folder, with the toy where there is no package index."""
+    with suppress(pytest.skip.Exception):
+        request.getfixturevalue("smollm2")
     port, log = free_port(), project / "log"
     arguments = ["serve", "--port", str(port), "--replicas", "1", "--kv-memory", "256MiB", "--grace-s", "30"]
     with log.open("wb") as output:
@@ -185,14 +188,16 @@ def test_unknown_hosts_and_pages_are_refused_behind_haproxy(command: Command) ->
     assert statuses == [403, 200, 200, 403, 200]
 
 
-def test_the_readme(command: Command, python: Path, project: Path) -> None:
+def test_the_first_pages(smollm2: Path, command: Command, python: Path, project: Path) -> None:
+    """Their answers are those of the model that `folio pull` fetches, which is served by default."""
     ray_variables = dict(re.findall(r"(RAY_[A-Z_]+)=(\S+)", command.said()))
     runner = Runner(command.url.removeprefix("http://"), ray_variables, project, python=python, path=project)
     try:
         own = "import app, vmem, kernels, folio; print(app.MINE and vmem.MINE and kernels.MINE, folio.__file__)"
         imported = subprocess.check_output([python, "-c", own], cwd=project, env=ENVIRONMENT, text=True)
         assert imported == f"True {next(python.parents[1].glob('lib/*/site-packages'))}/folio/__init__.py\n"
-        runner.run_page("README.md")
+        for page in FIRST_PAGES:
+            runner.run_page(page)
     finally:
         runner.close()
 
@@ -200,7 +205,8 @@ def test_the_readme(command: Command, python: Path, project: Path) -> None:
 def test_it_serves_and_ends_after_its_raylets_death(command: Command) -> None:
     """Regression: probes of `/ready` made the ingress give up its only replica, 503 for ever, and SIGTERM did not end
     the command. Also log probabilities, which come by reference, are answered. The last test: nothing is left."""
-    body = {"model": "builtin", "prompt": "A page is", "max_tokens": 2, "temperature": 0}
+    body = {"prompt": "A page is", "max_tokens": 2, "temperature": 0}
+    body["model"] = httpx.get(f"{command.url}/v1/models", timeout=DEADLINE_S).json()["data"][0]["id"]
     family, outcomes = command.family(), Counter[int]()
     command.named("raylet/raylet").kill()
 

@@ -104,7 +104,7 @@ def server(
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "__init__.py").write_text("raise RuntimeError('of the user')")
     port = free_port()
-    command = [given[0], bundle / "bin" / "folio", "serve", "--port", str(port), "--kv-memory", "64MiB"]
+    command = [given[0], bundle / "bin" / "folio", "serve", "builtin", "--port", str(port), "--kv-memory", "64MiB"]
     with (tmp_path / "output").open("wb") as output:
         process = psutil.Popen(
             command, cwd=tmp_path, env=environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from folio.kernels import CpuLinear
-from folio.kernels.cpu.ops import AVX512_PRODUCTS
+from folio.kernels.cpu.build import load_library
 from folio.kernels.cpu.provider import CpuProvider
 
 # This processor, and lesser ones whose instructions it has: with AVX2 only, and AVX-512 without products of bfloat16.
@@ -20,9 +20,8 @@ WITHOUT_AVX2 = "x86-64-v2"
 
 
 def has_layers(dtype: torch.dtype) -> bool:
-    """Whether layers run in one call: with weights in the order of the products of AVX-512."""
-    linear = CpuLinear()
-    return not linear.unsupported(dtype) and linear.pack(torch.zeros(16, 16).to(dtype)).library == AVX512_PRODUCTS
+    """Whether layers run in one call: with Folio's own products."""
+    return not CpuLinear().unsupported(dtype)
 
 
 if __name__ == "__main__":
@@ -30,5 +29,6 @@ if __name__ == "__main__":
     with ThreadPoolExecutor() as pool:
         made = [pool.submit(CpuProvider, march) for march in MARCHES]
         made += [pool.submit(CpuLinear, march) for march in [*MARCHES, *lesser]]  # type: ignore[misc]
+        made += [pool.submit(load_library, "layer", march) for march in MARCHES]  # type: ignore[misc]
     for each in made:
         each.result()

@@ -80,7 +80,7 @@ class AddModelRequest(StrictBody):
     """Longest prompt plus output; by default the model's own limit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of weights and computation."""
-    quantization: Literal["none", "int8"] = "none"
+    quantization: Literal["none", "int8", "int4"] = "none"
     """How the weights of linear layers are quantised (CPU)."""
     tool_call_parser: ToolParserName = "auto"
     """How the model writes calls of functions."""

@@ -14,7 +14,7 @@ from ray.serve.schema import ServeDeploySchema
 from folio.app.checks import FOLIO
 from folio.app.cli.address import from_here
 from folio.app.config.args import AppArgs
-from folio.app.models.builtin import BUILTIN
+from folio.app.models.named import BUILTIN, SMOLLM2
 
 
 def base_url(config: ServeDeploySchema) -> str:
@@ -41,8 +41,8 @@ def greeting(config: ServeDeploySchema, ray_address: str, *, ray_dashboard: bool
             paragraphs += [_curl(url, args), f"{folio} chat --url {url}", f"Dashboard: {url}/dashboard"]
     if has_toy:
         paragraphs.append(
-            "The built-in model is a toy of 3 million parameters. To serve a real model:\n"
-            f"{folio} serve Qwen/Qwen2.5-0.5B-Instruct"
+            "The built-in model is a toy of 3 million parameters. To serve a real one, a small assistant of 98 MB:\n"
+            f"{folio} pull {SMOLLM2} && {folio} serve {SMOLLM2}"
         )
     # The mode is set by Ray 2.60 for a cluster that it starts.
     variables = f"RAY_ADDRESS={ray_address}" + " RAY_AUTH_MODE=token" * (os.environ.get("RAY_AUTH_MODE") == "token")
@@ -57,8 +57,10 @@ def _curl(url: str, args: AppArgs) -> str:
         yield f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
         if args.http.api_keys is not None:
             yield '-H "Authorization: Bearer $YOUR_KEY"'
-        messages = [{"role": "user", "content": "What is Folio?"}]
-        body = {"model": args.shelf.first.name, "temperature": 0, "messages": messages}
+        first = args.shelf.first
+        question = "What is Folio?" if first.engine.model == BUILTIN else "What is the capital of Japan?"
+        messages = [{"role": "user", "content": question}]
+        body = {"model": first.name, "temperature": 0, "messages": messages}
         yield f"-d {shlex.quote(json.dumps(body))}"
 
     return " ".join(words())

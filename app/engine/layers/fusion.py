@@ -284,7 +284,7 @@ def _angle_columns(model: Any) -> int | None:
             kinds = [()]
         case ["x", "position_ids", "layer_type"]:  # other frequencies in layers with a window
             kinds = [(kind,) for kind in sorted(set(model.config.get_text_config().layer_types))]
-    weight = next(model.parameters())
+    weight = next(parameter for parameter in model.parameters() if not parameter.is_meta)
     # One grid of positions, or one each for time, height and width, which transformers 5.17 requires.
     grids = (3,) if hasattr(ropes[0], "mrope_section") else ()
     positions = torch.zeros(*grids, 1, 1, dtype=torch.int64, device=weight.device)

@@ -18,11 +18,13 @@ class FusionRecord:
     Attributes:
         learned: plain values, for JSON.
         is_known: whether the record is of an earlier fusion, so that nothing has to be compared.
+        scope: whether the module at a path may be fused now.
     """
 
     def __init__(self) -> None:
         self.learned: dict[str, Learned] = {}
         self.is_known = False
+        self.scope: Callable[[str], bool] = lambda _: True
 
     @classmethod
     def known(cls, learned: Mapping[str, Learned]) -> Self:
@@ -32,7 +34,7 @@ class FusionRecord:
         return record
 
     def may_fuse(self, path: str) -> bool:
-        return not self.is_known or path in self.learned
+        return self.scope(path) and (not self.is_known or path in self.learned)
 
     def find(self, path: str) -> Learned | None:
         """What is known of a module; `None` if it has to be compared with its replacement."""

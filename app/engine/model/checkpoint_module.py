@@ -6,35 +6,43 @@ import copy
 import logging
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from folio.app.compat.transformers import uses_attention_interface, weights_copied
-from folio.app.config.engine import ResolvedConfig
+from folio.app.config.engine import Quantization, ResolvedConfig
 from folio.app.config.machine import Machine
 from folio.app.engine.layers import attention, recurrent
 from folio.app.engine.layers.fused_layer import fuse_layers
 from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
 from folio.app.engine.layers.fusion_record import FusionRecord
-from folio.app.engine.layers.linear import choose_product, pack_linears, use_few_row_products
+from folio.app.engine.layers.linear import choose_product, pack_linears, packed_by, use_few_row_products
 from folio.app.engine.layers.sharding import ShardPlan, load_share
 from folio.app.engine.model.pooling import Pooling, is_classifier
+from folio.app.engine.model.quantised_module import Descriptions, QuantisedLoader, described, embed_as, packed_as
 from folio.app.engine.model.tokenizer import one_line
 from folio.app.engine.tensor_parallel.communicator import Communicator
 from folio.app.errors import ConfigError, ModelError
 from folio.app.models.builtin import resolve_model
+from folio.app.models.quantised.checkpoint import QuantisedCheckpoint, open_checkpoint
 from folio.app.models.weights.key import weight_files
 from folio.app.models.weights.model_parts import fingerprint
-from folio.kernels import KernelError, select_elementwise, select_product
+from folio.kernels import CpuLinear, KernelError, select_elementwise, select_product
 
 logger = logging.getLogger(__name__)
 
 _DUMMY_SEED = 0
+_BITS: dict[Quantization, Literal[4, 8] | None] = {"none": None, "int8": 8, "int4": 4}
 # Copies of weights may take the available memory divided by this; quantised or packed ones need the rest.
 _COPIED = 2
 # Exceptions from reading damaged weight files.
@@ -68,6 +76,7 @@ class MadeModule:
             "generates": self.generates,
             "eos_token_id": None if generation is None else generation.eos_token_id,
             "fused": self.record.learned,
+            "packed": described(self.module),
             "fingerprint": fingerprint(self.module),
         }
 
@@ -85,6 +94,9 @@ def make_module(
     Args:
         room: for a module whose tensors can move: called with their bytes before they are put on the device.
     """
+    checkpoint = find_quantised(config, hf_config)
+    if checkpoint is not None:
+        return _quantised_module(config, hf_config, checkpoint, comm, pooling, room or (lambda _: None))
     device, record, movable = torch.device(config.device), FusionRecord(), room is not None
     module: Any
     module, plan, generates = _load_module(config, hf_config, device, comm, pooling)
@@ -94,6 +106,94 @@ def make_module(
     module.to(device)
     optimise(module, config, record, movable=movable)
     return MadeModule(module, plan, generates, recurrent_layers, record)
+
+
+def find_quantised(config: ResolvedConfig, hf_config: PreTrainedConfig) -> QuantisedCheckpoint | None:
+    """The checkpoint, downloaded if it is of the Hub, if its weights stay packed. Raises `ModelError`."""
+    if config.load_format != "auto":
+        return None
+    folder, quantization = Path(resolve_model(config.model)), getattr(hf_config, "quantization_config", None)
+    if not folder.is_dir():
+        if quantization is None:
+            return None
+        try:
+            folder = Path(snapshot_download(config.model, allow_patterns=["*.json", "*.safetensors"]))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
+    on_cpu = config.device == "cpu" and config.tensor_parallel_size == 1 and config.dtype != "float16"
+    return open_checkpoint(folder, fp8=on_cpu and config.quantization == "none")
+
+
+def _quantised_module(
+    config: ResolvedConfig,
+    hf_config: PreTrainedConfig,
+    checkpoint: QuantisedCheckpoint,
+    comm: Communicator | None,
+    pooling: Pooling | None,
+    room: Callable[[int], None],
+) -> MadeModule:
+    """The module with the checkpoint's codes. Raises `ConfigError` where they cannot be computed with."""
+    name = config.model
+    if config.device != "cpu" or comm is not None:
+        where = config.device if comm is None else f"{comm.size} ranks"
+        raise ConfigError(
+            f"the weights of {name!r} are quantised, which is for CPUs and one rank so far, not for {where}"
+        )
+    if config.quantization != "none":
+        raise ConfigError(f"quantization is {config.quantization!r}, but {name!r} is quantised already; use 'none'")
+    dtype = quantised_dtype(config, hf_config)
+    try:
+        linear, reason = CpuLinear(), None
+        reason = linear.unsupported(dtype)
+    except KernelError as error:
+        reason = str(error)
+    if reason is not None:
+        raise ConfigError(f"the weights of {name!r} are quantised, which is not possible with {dtype} here: {reason}")
+    room(sum(path.stat().st_size for path in weight_files(resolve_model(name))))
+    attention.register()
+    record = FusionRecord()
+    with _making, _parameters_on_meta():
+        module: Any = random_model(
+            hf_config, torch.device("cpu"), dtype=dtype, attn_implementation=attention.IMPLEMENTATION
+        )
+    with suppress(OSError):  # there is none, and the config may name the tokens that end a text
+        module.generation_config = GenerationConfig.from_pretrained(resolve_model(name))
+    _check_attention(module, name, hf_config)
+    module.eval().requires_grad_(False)
+    recurrent_layers = recurrent.install(module)
+    ops = select_elementwise(torch.device("cpu"))
+
+    def fuse(model: nn.Module, record: FusionRecord) -> int:
+        return sum(one(model, ops, record) for one in (fuse_modules, fuse_attention, fuse_layers))
+
+    try:
+        num_fused = QuantisedLoader(module, checkpoint, linear).load(fuse, record)
+    except ModelError as error:
+        raise ModelError(f"cannot load {name!r}: {error}") from error
+    logger.info("fused %d modules; quantised weights stay packed", num_fused)
+    generates = pooling is None or not is_classifier(hf_config)
+    return MadeModule(module, None, generates, recurrent_layers, record)
+
+
+def quantised_dtype(config: ResolvedConfig, hf_config: PreTrainedConfig) -> torch.dtype:
+    """The dtype to compute in with quantised weights: as configured, else bfloat16."""
+    return torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters of modules that are made meanwhile take no memory; buffers are computed."""
+
+    def take(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+
+    hook = register_module_parameter_registration_hook(take)  # type: ignore[arg-type]  # lacks the return value
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def empty_module(hf_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -193,14 +293,24 @@ def random_model(
     return model
 
 
-def optimise(module: PreTrainedModel, config: ResolvedConfig, record: FusionRecord, *, movable: bool) -> None:
+def optimise(
+    module: PreTrainedModel,
+    config: ResolvedConfig,
+    record: FusionRecord,
+    *,
+    movable: bool,
+    packed: Descriptions | None = None,
+) -> None:
     """Fuse layers; for a CPU, pack linear layers. The module is on the settings' device, or on torch's meta device.
+
+    Args:
+        packed: quantised weights of a module on torch's meta device.
 
     Raises:
         ConfigError: the settings ask for kernels that this device does not have.
     """
-    device, int8 = torch.device(config.device), config.quantization == "int8"
-    product = choose_product(module.dtype, int8=int8, movable=movable) if device.type == "cpu" else None
+    device, bits = torch.device(config.device), _BITS[config.quantization]
+    product = choose_product(module.dtype, bits=bits, movable=movable) if device.type == "cpu" else None
     few_rows, dependent = config.few_row_products, config.dependent_launch
     try:
         ops = select_elementwise(device, dependent=dependent)
@@ -214,7 +324,13 @@ def optimise(module: PreTrainedModel, config: ResolvedConfig, record: FusionReco
             ) from error
         num_fused, few = 0, None
         logger.warning("layers stay unfused: %s", error)
-    num_packed = 0 if product is None else pack_linears(module, product)
+    num_packed = 0
+    if packed:
+        linear = CpuLinear()
+        embed_as(module, packed, linear)
+        num_packed = pack_linears(module, packed_as(packed, linear))
+    elif product is not None:
+        num_packed = pack_linears(module, packed_by(product))
     num_few = 0 if few is None else use_few_row_products(module, few)
     logger.info(
         "fused %d modules, packed %d linear layers, %d with products of few rows", num_fused, num_packed, num_few

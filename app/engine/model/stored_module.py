@@ -112,7 +112,7 @@ def _without_values(config: ResolvedConfig, hf_config: PreTrainedConfig, facts: 
     if module.generation_config is not None:
         module.generation_config.eos_token_id = facts["eos_token_id"]
     recurrent_layers = recurrent.install(module)
-    optimise(module, config, record, movable=True)
+    optimise(module, config, record, movable=True, packed=facts["packed"])
     if fingerprint(module) != facts["fingerprint"]:
         raise ModelError("its modules are not those of the file")
     return MadeModule(module, None, facts["generates"], recurrent_layers, record)

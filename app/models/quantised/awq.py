@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from folio.app.config.quantised import Scheme
 from folio.app.errors import ModelError
-from folio.app.models.quantised.methods import Scheme
-from folio.app.models.quantised.packed import Layout, Parts, grouped, unpacked
+from folio.app.models.quantised.packed import Layout, Parts, grouped
 from folio.kernels import QuantisedWeight
 
 _CODES, _ZEROS, _SCALES = ".qweight", ".qzeros", ".scales"
@@ -25,18 +25,20 @@ def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight:
         raise ModelError(f"{parts}{_CODES} has the shape {list(words.shape)}, which is not of two dimensions")
     inputs, columns = words.shape
     group = scheme.group or inputs
-    if inputs % group:
-        raise ModelError(f"{parts}: its {inputs} inputs are no multiple of group_size, {group}")
+    count = -(-inputs // group)
     scales = parts.scales(_SCALES)
-    parts.expect(_SCALES, scales, inputs // group, columns * len(_PLACES))
-    parts.expect(_ZEROS, zeros, inputs // group, columns)
-    return grouped(_by_output(words), 4, scales.t(), _by_output(zeros))
+    parts.expect(_SCALES, scales, count, columns * len(_PLACES))
+    parts.expect(_ZEROS, zeros, count, columns)
+    return grouped(_by_output(words), 4, scales.t(), _by_output(zeros), group=group)
 
 
 def _by_output(words: torch.Tensor) -> torch.Tensor:
-    """`[rows, words]` → `[outputs, rows]`."""
-    codes = unpacked(words, 4).view(*words.shape, len(_PLACES))
-    return codes[..., _PLACES].view(len(words), -1).t()
+    """`[rows, words]` → uint8 `[outputs, rows]`."""
+    words = words.t().contiguous()
+    codes = torch.empty(len(words), len(_PLACES), words.shape[1], dtype=torch.uint8)
+    for output, place in enumerate(_PLACES):
+        codes[:, output] = (words >> 4 * place) & 15
+    return codes.view(-1, words.shape[1])
 
 
 LAYOUT = Layout((_CODES, _ZEROS, _SCALES), frozenset({_CODES}), _read)

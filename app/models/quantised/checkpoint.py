@@ -8,13 +8,14 @@ from typing import Protocol
 
 import torch
 
+from folio.app.config.quantised import read_scheme
 from folio.app.errors import ModelError
 from folio.app.models.gguf.checkpoint import GgufCheckpoint
 from folio.app.models.gguf.folder import gguf_files
 from folio.app.models.gguf.header import read_gguf
 from folio.app.models.quantised import awq, compressed, gptq, nf4
+from folio.app.models.quantised import fp8 as float8
 from folio.app.models.quantised.files import TensorFiles
-from folio.app.models.quantised.methods import read_scheme
 from folio.app.models.quantised.packed import PackedFolder
 from folio.kernels import QuantisedWeight
 
@@ -22,8 +23,11 @@ _LAYOUTS = {
     "gptq": gptq.LAYOUT,
     "awq": awq.LAYOUT,
     "compressed-tensors": compressed.LAYOUT,
+    "fp8": float8.LAYOUT,
     "bitsandbytes": nf4.LAYOUT,
 }
+# In names of modules whose weights transformers joins to tensors of three dimensions.
+_EXPERTS = ".experts."
 
 
 class QuantisedCheckpoint(Protocol):
@@ -36,11 +40,14 @@ class QuantisedCheckpoint(Protocol):
         """A weight, on the CPU: what is quantised has two dimensions. Raises `ModelError` if it is damaged."""
 
 
-def open_checkpoint(folder: Path) -> QuantisedCheckpoint | None:
+def open_checkpoint(folder: Path, *, fp8: bool = True) -> QuantisedCheckpoint | None:
     """The checkpoint of a folder; `None` if its weights are not quantised, or transformers turns them into bfloat16.
 
+    Args:
+        fp8: read weights in FP8, too, which transformers can.
+
     Raises:
-        ModelError: its config.json or its files are damaged, or a method that is not read.
+        ModelError: its config.json or its files are damaged, or of a kind that is not read.
     """
     path = folder / "config.json"
     try:
@@ -51,4 +58,12 @@ def open_checkpoint(folder: Path) -> QuantisedCheckpoint | None:
         scheme = None if quantization is None else read_scheme(quantization)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: {error}") from None
-    return None if scheme is None else PackedFolder(TensorFiles(folder), _LAYOUTS[scheme.method], scheme)
+    if scheme is None or (scheme.method == "fp8" and not fp8):
+        return None
+    found = PackedFolder(TensorFiles(folder), _LAYOUTS[scheme.method], scheme)
+    expert = next((name for name in sorted(found.names()) if _EXPERTS in name), None)
+    if expert is None:
+        return found
+    if scheme.method == "fp8":
+        return None
+    raise ModelError(f"{folder}: experts of models quantized by {scheme.method} are not read yet ({expert})")

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import torch
 
+from folio.app.config.quantised import Scheme
 from folio.app.errors import ModelError
-from folio.app.models.quantised.methods import Scheme
+from folio.app.models.quantised.fp8 import DTYPES, block_scales, rounded
 from folio.app.models.quantised.packed import Layout, Parts, grouped, unpacked
 from folio.kernels import QuantisedWeight
 
@@ -24,14 +25,14 @@ _SHAPE, _GROUPS = ".weight_shape", ".weight_g_idx"
 _UNUSED = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
 
 
-def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight | torch.Tensor:
+def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight:
     if _CODES in parts.present:
         return _packed(parts, scheme)
-    values = parts.read(_VALUES, torch.int8, torch.float8_e4m3fn)
+    values = parts.read(_VALUES, torch.int8, *DTYPES)
     if values.ndim != 2:
         raise ModelError(f"{parts}{_VALUES} has the shape {list(values.shape)}, which is not of two dimensions")
     if values.dtype != torch.int8:
-        return _dequantised(parts, values, scheme)
+        return _from_fp8(parts, values, scheme)
     codes = (values.view(torch.uint8)) ^ 128
     return _made(parts, codes, 8, parts.read(_ZEROS) if _ZEROS in parts.present else None)
 
@@ -63,7 +64,7 @@ def _made(parts: Parts, codes: torch.Tensor, bits: int, zeros: torch.Tensor | No
     if groups is not None:
         parts.expect(_GROUPS, groups, inputs)
         groups = None if bool((groups == -1).all()) else groups  # never written by the quantiser
-    return grouped(codes, bits, scales, middle if zeros is None else zeros.int() + middle, groups)
+    return grouped(codes, bits, scales, middle if zeros is None else zeros.int() + middle, groups=groups)
 
 
 def _by_output(parts: Parts, ending: str, tensor: torch.Tensor, outputs: int) -> torch.Tensor:
@@ -75,17 +76,13 @@ def _by_output(parts: Parts, ending: str, tensor: torch.Tensor, outputs: int) ->
     return tensor.view(outputs, -1)
 
 
-def _dequantised(parts: Parts, values: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """FP8 as bfloat16: the codes of a `QuantisedWeight` are integers."""
-    scales, (outputs, inputs) = parts.scales(_SCALES), values.shape
-    if scheme.block is None or scales.numel() == 1:
-        scales = _by_output(parts, _SCALES, scales, outputs)
-        parts.expect(_SCALES, scales, outputs, 1)
-    else:
-        height, width = scheme.block
-        parts.expect(_SCALES, scales, -(-outputs // height), -(-inputs // width))
-        scales = scales.repeat_interleave(height, 0)[:outputs].repeat_interleave(width, 1)[:, :inputs]
-    return (values.float() * scales).bfloat16()
+def _from_fp8(parts: Parts, values: torch.Tensor, scheme: Scheme) -> QuantisedWeight:
+    scales, outputs = parts.scales(_SCALES), len(values)
+    if scheme.block is not None:
+        return rounded(values, block_scales(parts, _SCALES, scales, scheme, values.shape))
+    scales = _by_output(parts, _SCALES, scales, outputs)
+    parts.expect(_SCALES, scales, outputs, 1)
+    return rounded(values, scales)
 
 
 LAYOUT = Layout((_CODES, _VALUES, _SCALES, _ZEROS, _SHAPE, _GROUPS, *_UNUSED), frozenset({_CODES, _SCALES}), _read)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from folio.app.config.quantised import Scheme
 from folio.app.errors import ModelError
-from folio.app.models.quantised.methods import Scheme
 from folio.app.models.quantised.packed import Layout, Parts, grouped, unpacked
 from folio.kernels import QuantisedWeight
 
@@ -28,17 +28,16 @@ def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight:
     fields, outputs = 32 // bits, words.shape[1]
     inputs = words.shape[0] * fields
     group = scheme.group or inputs
-    if inputs % group:
-        raise ModelError(f"{parts}: its {inputs} inputs are no multiple of group_size, {group}")
+    count = -(-inputs // group)
     scales = parts.scales(_SCALES)
-    parts.expect(_SCALES, scales, inputs // group, outputs)
-    parts.expect(_ZEROS, zeros, inputs // group, outputs // fields)
+    parts.expect(_SCALES, scales, count, outputs)
+    parts.expect(_ZEROS, zeros, count, outputs // fields)
     if scheme.zeros_less_one:  # in whole words: what the writer's subtraction borrowed is given back
         zeros = zeros + _ONES[bits]
     groups = parts.read(_GROUPS) if _GROUPS in parts.present else None
     if groups is not None:
         parts.expect(_GROUPS, groups, inputs)
-    return grouped(unpacked(words.t(), bits), bits, scales.t(), unpacked(zeros, bits).t(), groups)
+    return grouped(unpacked(words.t(), bits), bits, scales.t(), unpacked(zeros, bits).t(), group=group, groups=groups)
 
 
 LAYOUT = Layout((_CODES, _ZEROS, _SCALES, _GROUPS), frozenset({_CODES}), _read)

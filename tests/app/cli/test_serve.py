@@ -92,7 +92,7 @@ def test_without_options_the_default_is_served(printed: Callable[..., Any]) -> N
     assert DEFAULT.read_text() == (ROOT / "serve_config.yaml").read_text(), f"cp serve_config.yaml {DEFAULT}"
     shown = printed()
     assert shown == yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-    assert shown["applications"][0]["args"]["engine"]["model"] == "builtin"
+    assert shown["applications"][0]["args"]["engine"]["model"] == "default"
 
 
 def test_options_are_put_over_the_default(printed: Callable[..., Any], tmp_path: Path) -> None:

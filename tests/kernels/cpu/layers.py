@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from folio.kernels import CpuElementwise, CpuLinear
+from folio.kernels import CpuElementwise, CpuLinear, quantise
 from folio.kernels.cpu.layer import CpuLayer, LayerPart, LayerWeights, Product, StepParts, Workspace
 from folio.kernels.cpu.ops import CpuRotaryWrite
 from folio.kernels.cpu.provider import CpuAttend, CpuProvider
@@ -23,17 +23,25 @@ LONG: Lengths = [(460, 470), (1, 2100)]  # more rows than a chunk, and a sequenc
 def make_weights(
     dtype: torch.dtype,
     *,
-    int8: bool = False,
+    codes: bool = False,
     norms: bool = False,
     biases: bool = False,
+    after: bool = False,
     activation: Activation = "silu",
+    march: str = "native",
 ) -> LayerWeights:
+    """Weights of a layer. Args: `codes`: quantised; `norms`: of heads; `after`: norms of the outputs."""
+
     generator = torch.Generator().manual_seed(3)
-    linear = CpuLinear()
+    linear = CpuLinear(march)
 
     def product(outputs: int, inputs: int) -> Product:
         weight, bias = torch.randn(outputs, inputs, generator=generator), torch.randn(outputs, generator=generator)
-        packed = linear.pack((weight * inputs**-0.5).to(dtype), int8=int8)
+        weight *= inputs**-0.5
+        if codes:  # of parts in different codes
+            packed = linear.pack_quantised([quantise(weight[:16], 8), quantise(weight[16:], 4)], dtype)
+        else:
+            packed = linear.pack(weight.to(dtype))
         return Product(packed, bias.to(dtype) if biases else None)
 
     def norm(size: int, offset: float) -> HeadNorm:
@@ -41,7 +49,7 @@ def make_weights(
 
     num_q_heads, num_kv_heads = HEADS
     return LayerWeights(
-        (norm(SIZE, 0.0), norm(SIZE, 1.0)),
+        (norm(SIZE, 0.0), norm(SIZE, 1.0), *((norm(SIZE, 0.0), norm(SIZE, 1.0)) if after else (None, None))),
         (norm(DIM, 0.0), norm(DIM, 1.0)) if norms else (),
         product((num_q_heads + 2 * num_kv_heads) * DIM, SIZE),
         product(SIZE, num_q_heads * DIM),
@@ -105,7 +113,15 @@ def in_one_call(weights: LayerWeights, hidden: torch.Tensor, steps: list[Step]) 
 
 def by_single_operations(weights: LayerWeights, hidden: torch.Tensor, steps: list[Step]) -> torch.Tensor:
     linear, ops, provider = CpuLinear(), CpuElementwise(), CpuProvider()
-    before_attention, before_mlp = weights.norms
+    before_attention, before_mlp, after_attention, after_mlp = weights.norms
+    assert before_attention is not None
+    assert before_mlp is not None
+
+    def add(x: torch.Tensor, residual: torch.Tensor, norm: HeadNorm | None) -> torch.Tensor:
+        if norm is None:
+            return residual + x
+        return ops.rms_norm_add(x, residual, norm.weight, norm.eps, norm.offset)
+
     x = ops.rms_norm(hidden, before_attention.weight, before_attention.eps, before_attention.offset)
     rows = [len(step.rotary.heads) for step in steps]
     parts = linear(x, weights.qkv.weight, weights.qkv.bias).view(len(hidden), -1, DIM).split(rows)
@@ -117,9 +133,10 @@ def by_single_operations(weights: LayerWeights, hidden: torch.Tensor, steps: lis
         for step, heads in zip(steps, parts, strict=True)
     ]
     x = linear(torch.cat(attended).flatten(1), weights.attention_out.weight, weights.attention_out.bias)
-    hidden, x = ops.add_rms_norm(x, hidden, before_mlp.weight, before_mlp.eps, before_mlp.offset)
+    hidden = add(x, hidden, after_attention)
+    x = ops.rms_norm(hidden, before_mlp.weight, before_mlp.eps, before_mlp.offset)
     x = ops.gate(linear(x, weights.gate_up.weight, weights.gate_up.bias), weights.activation)
-    return hidden + linear(x, weights.down.weight, weights.down.bias)
+    return add(linear(x, weights.down.weight, weights.down.bias), hidden, after_mlp)
 
 
 def random_hidden(rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -142,7 +159,7 @@ class Layer:
 
     def __init__(self, seed: int, dtype: torch.dtype, parts: list[Lengths] | None = None) -> None:
         rng = random.Random(seed)
-        flags = {name: bool(seed >> bit & 1) for bit, name in enumerate(("int8", "norms", "biases"))}
+        flags = {name: bool(seed >> bit & 1) for bit, name in enumerate(("codes", "norms", "biases", "after"))}
         activation = ACTIVATIONS[seed % len(ACTIVATIONS)]
         self.weights = make_weights(dtype, **flags, activation=activation)
         self.description = f"seed {seed}, {flags}, {activation}"

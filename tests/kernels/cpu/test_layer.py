@@ -24,7 +24,7 @@ from tests.kernels.cpu.layers import (
     prepared,
     random_hidden,
 )
-from tests.kernels.marches import has_layers
+from tests.kernels.marches import MARCHES, has_layers
 
 DECODES: Lengths = [(1, 1), (1, 37), (1, 5), (1, 64)]
 MIXED: Lengths = [(1, 9), (7, 7), (1, 30), (20, 41)]
@@ -38,15 +38,33 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return dtype
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(48))
 def test_equals_the_single_operations(seed: int, dtype: torch.dtype) -> None:
-    """With every combination of 8-bit weights, norms of heads, biases and activations."""
+    """With every combination of quantised weights, norms of heads, biases, norms of outputs and activations."""
     layer = Layer(seed, dtype, [LONG] if seed % 5 == 0 else [MIXED, DECODES] if seed % 5 == 1 else None)
     actual, _, *caches = layer.results()
     expected, *their_caches = layer.expected()
     assert expected.isfinite().all()
     assert torch.equal(actual, expected), f"{layer.description}: {(actual.float() - expected.float()).abs().max()}"
     assert all(itertools.starmap(torch.equal, zip(caches, their_caches, strict=True)))
+
+
+@pytest.mark.parametrize("march", MARCHES)
+@pytest.mark.parametrize("codes", [False, True])
+def test_lesser_processors(codes: bool, march: str, dtype: torch.dtype) -> None:
+    """But for rounding the values are those of this processor."""
+    ours, theirs = (make_weights(dtype, codes=codes, march=name) for name in ("native", march))
+    step = make_step(MIXED, ours, dtype)
+    hidden = random_hidden(len(step.rotary.heads), dtype)
+    expected, actual = (
+        CpuLayer(weights, Workspace(), name)(
+            hidden, torch.empty_like(own.rotary.heads), prepared([own]), [own.caches]
+        ).float()
+        for weights, own, name in ((ours, step.copied(), "native"), (theirs, step, march))
+    )
+    # A value that is rounded otherwise changes codes of the inputs of a quantised weight.
+    most = (2e-2 if codes else 2e-3) if dtype == torch.float32 else 5e-2
+    assert ((actual - expected).abs().max() / expected.abs().max()).item() < most
 
 
 def test_a_row_depends_neither_on_other_rows_nor_on_threads(dtype: torch.dtype) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import platform
+from typing import Literal
 
 import pytest
 import torch
 
-from folio.kernels import CpuLinear, KernelError
+from folio.kernels import CpuLinear, KernelError, quantise
 from tests.kernels.marches import MARCHES, WITHOUT_AVX2
 
 # Relative to the largest value: float32 sums of up to 1,500 products; one rounding to bfloat16.
@@ -35,19 +36,12 @@ def random_layer(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.T
     return torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """The values of 8-bit weights, in float64."""
-    scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
-    return (weight.float() / scale).round().double() * scale.double()
-
-
-@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", LINEAR_SHAPES)
-def test_equals_float64(linear: CpuLinear, shape: tuple[int, int], bias: bool, int8: bool, dtype: torch.dtype) -> None:
+def test_equals_float64(linear: CpuLinear, shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
     """One to several panels of rows, and inputs of more than one chunk, with and without a rest."""
     weight, offset = random_layer(*shape, dtype)
-    packed, exact = linear.pack(weight, int8=int8), rounded(weight) if int8 else weight.double()
+    packed, exact = linear.pack(weight), weight.double()
     for rows in ROWS:
         x = torch.randn(2, rows, shape[1]).to(dtype)[: 1 + (rows == 16)]
         expected = x.double() @ exact.T + bias * offset.double()
@@ -56,11 +50,11 @@ def test_equals_float64(linear: CpuLinear, shape: tuple[int, int], bias: bool, i
         assert off <= LINEAR_TOLERANCE[dtype], f"{rows} rows: maximum difference {off:.2e}"  # NaN fails too
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_row_does_not_depend_on_the_others(linear: CpuLinear, int8: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_a_row_does_not_depend_on_the_others(linear: CpuLinear, bits: Literal[4, 8] | None, dtype: torch.dtype) -> None:
     """Nor on the number of threads."""
     weight, bias = random_layer(200, 321, dtype)
-    packed = linear.pack(weight, int8=int8)
+    packed = linear.pack(weight) if bits is None else linear.pack_quantised([quantise(weight, bits)], dtype)
     x = torch.randn(45, 321).to(dtype)
     together = linear(x, packed, bias)
     threads = torch.get_num_threads()
@@ -73,17 +67,9 @@ def test_a_row_does_not_depend_on_the_others(linear: CpuLinear, int8: bool, dtyp
         torch.set_num_threads(threads)
 
 
-def test_eight_bit_weights_take_half_of_bfloat16(linear: CpuLinear) -> None:
-    if linear.unsupported(torch.bfloat16):
-        pytest.skip(linear.unsupported(torch.bfloat16))
-    weight, _ = random_layer(64, 4096, torch.bfloat16)
-    assert linear.pack(weight).nbytes == 2 * 64 * 4096
-    assert linear.pack(weight, int8=True).nbytes == 64 * 4096 + 4 * 64
-
-
 def test_special_sizes_and_inputs(linear: CpuLinear, dtype: torch.dtype) -> None:
     """An output without weights is its bias, no rows have no results, and infinity and NaN stay."""
-    packed, bias = linear.pack(torch.zeros(3, 8, dtype=dtype), int8=True), torch.tensor([1.0, 2.0, 3.0]).to(dtype)
+    packed, bias = linear.pack(torch.zeros(3, 8, dtype=dtype)), torch.tensor([1.0, 2.0, 3.0]).to(dtype)
     assert linear(torch.ones(1, 8, dtype=dtype), packed, bias).tolist() == [[1.0, 2.0, 3.0]]
     assert linear(torch.ones(0, 8, dtype=dtype), packed).shape == (0, 3)
     x = torch.ones(3, 30, dtype=dtype)

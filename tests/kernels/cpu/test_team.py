@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import pytest
 import torch
 
-from folio.kernels import CpuLinear
+from folio.kernels import CpuLinear, quantise
 from folio.kernels.cpu.layer import CpuLayer, Workspace
 from tests.kernels.cpu.layers import SIZE, Layer, make_step, make_weights, prepared
 from tests.kernels.marches import MARCHES, has_layers
@@ -56,8 +57,9 @@ def test_layers_equal_those_of_one_thread(layer_dtype: torch.dtype) -> None:
             check_repeated(layer, expected, num_threads, times=10)
 
 
-def test_callers_at_once_have_teams_of_their_own(layer_dtype: torch.dtype) -> None:
-    """As ranks that are threads of one process, or two engines, each with its number of threads."""
+def test_callers_at_once_share_the_pool(layer_dtype: torch.dtype) -> None:
+    """As ranks that are threads of one process, or two engines, each with its number of threads: one of them has the
+    pool, the others compute alone."""
     layers = [Layer(seed, layer_dtype) for seed in (20, 21, 22)]
     torch.set_num_threads(1)
     expected = [layer.results() for layer in layers]
@@ -67,15 +69,16 @@ def test_callers_at_once_have_teams_of_their_own(layer_dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("march", MARCHES)
-@pytest.mark.parametrize("int8", [False, True])
-def test_products_equal_those_of_one_thread(march: str, int8: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bits", [None, 4])
+def test_products_equal_those_of_one_thread(march: str, bits: Literal[4] | None, dtype: torch.dtype) -> None:
     linear, rng = CpuLinear(march), random.Random(5)
     if reason := linear.unsupported(dtype):
         pytest.skip(reason)
     torch.manual_seed(0)
     for _ in range(6):
         outputs, inputs = rng.randint(100, 700), rng.randint(100, 700)
-        weight = linear.pack(torch.randn(outputs, inputs).to(dtype), int8=int8)
+        values = torch.randn(outputs, inputs).to(dtype)
+        weight = linear.pack(values) if bits is None else linear.pack_quantised([quantise(values, bits)], dtype)
         bias = torch.randn(outputs).to(dtype)
         for rows in (2, rng.randint(3, 28), rng.randint(29, 70), 200):
             x = torch.randn(rows, inputs).to(dtype)

@@ -21,8 +21,7 @@ from tests.kernels.marches import has_layers
 @pytest.mark.parametrize(
     ("name", "settings", "layers"),
     [
-        *((name, {}, 3) for name in ("llama", "qwen2", "qwen3", "mistral")),
-        ("gemma2", {}, 0),  # norms after attention and MLP
+        *((name, {}, 3) for name in ("llama", "qwen2", "qwen3", "mistral", "gemma2")),
         ("mixtral", {}, 0),  # experts
         ("opt", {}, 0),  # not fused, nor is Phi-3
         ("phi3", {}, 0),
@@ -33,7 +32,6 @@ from tests.kernels.marches import has_layers
 def test_which_layers_run_in_one_call(
     checkpoint: MakeCheckpoint, name: str, settings: dict[str, Any], layers: int, tmp_path: Path
 ) -> None:
-    """On a processor with AVX-512."""
     if "adapter_dir" in settings:
         settings = {"adapter_dir": str(tmp_path)}
     config = EngineConfig(model=str(checkpoint(name)), skip_tokenizer_init=True, **settings)

@@ -13,11 +13,11 @@ from folio.app.config.engine import EngineConfig
 from folio.app.engine.layers import linear
 from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
 from folio.app.engine.layers.linear import (
-    PackedLinear,
     Product,
     choose_product,
     onednn_product,
     pack_linears,
+    packed_by,
     use_few_row_products,
 )
 from folio.app.engine.model.loader import load_model
@@ -41,7 +41,7 @@ def test_packed_equals_plain(dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(48, 80, bias=bias, dtype=dtype)
     for product in products(dtype):
-        packed = PackedLinear(plain.weight.detach(), plain.bias.detach() if bias else None, product)
+        packed = packed_by(product)("", plain)
         for rows in (1, 3, 70):
             x = torch.randn(1, rows, 48, dtype=dtype)
             torch.testing.assert_close(packed(x), plain(x), rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=2e-2)
@@ -75,7 +75,7 @@ def test_every_linear_of_a_model_is_replaced() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Conv1D(4, 8), nn.ReLU()), nn.Embedding(4, 4))
     x = torch.randn(1, 5, 8)
     expected = model[1][0](model[0](x)).relu()  # type: ignore[index]
-    assert pack_linears(model, onednn_product()) == 2
+    assert pack_linears(model, packed_by(onednn_product())) == 2
     torch.testing.assert_close(model[1](model[0](x)), expected)
     assert [type(m).__name__ for m in model[1]] == ["PackedLinear", "ReLU"]  # type: ignore[union-attr]
 
@@ -141,10 +141,10 @@ def test_matrix_tiles_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> Non
     assert movable is not None
     assert isinstance(movable.multiply, CpuLinear)
     assert choose_product(torch.float16, movable=True) is None
-    int8 = choose_product(torch.bfloat16, int8=True)
+    int8 = choose_product(torch.bfloat16, bits=8)
     assert int8 is not None
     assert isinstance(int8.multiply, CpuLinear)
-    assert int8.pack(torch.randn(16, 32, dtype=torch.bfloat16)).scales is not None
+    assert int8.pack(torch.randn(16, 32, dtype=torch.bfloat16)).is_quantised
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -152,4 +152,4 @@ def test_without_a_compiler() -> None:
     """Other kernels replace Folio's own, but none has 8-bit weights, which is an error."""
     assert multiply_of(torch.float32) is onednn_linear
     with pytest.raises(ConfigError, match=r"'int8'.*no C\+\+ compiler.*; use 'none'"):
-        choose_product(torch.float32, int8=True)
+        choose_product(torch.float32, bits=8)

@@ -285,8 +285,8 @@ def test_all_packed_weights_are_in_the_arena(make_checkpoint: MakeCheckpoint, tm
     addresses, packed_bytes = _addresses(model), 0
     for part in model.module.modules():
         if isinstance(part, PackedLinear):
-            assert part.packed.data.data_ptr() in addresses
-            assert part.packed.scales.data_ptr() in addresses
+            assert all(piece.codes.data_ptr() in addresses for piece in part.packed.parts)
+            assert all(piece.scales.data_ptr() in addresses for piece in part.packed.parts)
             packed_bytes += part.packed.nbytes
     embedding_bytes = model.module.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
     assert packed_bytes + embedding_bytes <= arena.num_bytes <= 2 * (packed_bytes + embedding_bytes)

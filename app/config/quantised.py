@@ -13,8 +13,9 @@ READ = "GPTQ and compressed-tensors in 4 and 8 bits, AWQ (gemm), FP8, MXFP4 and 
 # Inputs of the least group of 4 and of 8 bits that the kernels have.
 LEAST_GROUP = 32
 # Values of `quant_method` that transformers turns into bfloat16 as it reads the weights.
-READ_AS_BFLOAT16 = ("fp8", "mxfp8", "mxfp4")
+_READ_AS_BFLOAT16 = ("mxfp8", "mxfp4")
 _CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_CT_KINDS = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
 _CT_STRATEGIES = {"int": ("group", "channel", "tensor"), "float": ("channel", "tensor", "block")}
 
 
@@ -55,10 +56,10 @@ def read_scheme(quantization: object) -> Scheme | None:
     if not isinstance(quantization, Mapping):
         raise UnreadError("?")
     method = quantization.get("quant_method", "an unknown method")
-    if method in READ_AS_BFLOAT16:
+    if method in _READ_AS_BFLOAT16:
         return None
     if not isinstance(method, str) or method not in _METHODS:
-        shown = str(method)[:40]
+        shown = _show(method)
         raise UnreadError(shown.upper() if len(shown) <= 4 else shown)
     return _METHODS[method](quantization)
 
@@ -72,7 +73,8 @@ def _gptq(config: Config) -> Scheme:
     if config.get("pack_dtype", "int32") != "int32":
         raise UnreadError(f"GPTQ packed in {_show(config['pack_dtype'])}")
     # "-:" names modules that are not quantised; the others may have bits and groups of their own.
-    if any(not str(pattern).startswith("-:") for pattern in config.get("dynamic") or ()):
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(pattern.startswith("-:") for pattern in dynamic):
         raise UnreadError("GPTQ with other bits or groups for some modules (dynamic)")
     return Scheme("gptq", frozenset({bits}), _group(config), zeros_less_one=form == "gptq")
 
@@ -95,42 +97,48 @@ def _compressed_tensors(config: Config) -> Scheme:
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ValueError(f"config_groups is {_show(groups)}; it must be an object with one group at least")
-    bits, blocks = set(), set()
-    for name, group in groups.items():
-        if not isinstance(group, Mapping) or not isinstance(weights := group.get("weights"), Mapping):
-            raise ValueError(f"config_groups.{name} has no weights")
-        form = group.get("format") or config.get("format")
-        if form not in _CT_FORMATS:
-            raise UnreadError(f"compressed-tensors in the format {_show(form)}")
-        bits |= _ct_bits(weights, form)
-        if weights.get("strategy") == "block":
-            blocks.add(_block(weights.get("block_structure")))
+    found = [_ct_group(name, group, config.get("format")) for name, group in groups.items()]
+    blocks = {block for _, block in found if block is not None}
     if len(blocks) > 1:
         raise UnreadError("compressed-tensors with blocks of several sizes")
-    return Scheme("compressed-tensors", frozenset(bits), block=next(iter(blocks), None))
+    return Scheme("compressed-tensors", frozenset().union(*(bits for bits, _ in found)), block=next(iter(blocks), None))
 
 
-def _block(value: object) -> tuple[int, int]:
+def _ct_group(name: str, group: object, default: object) -> tuple[frozenset[int], tuple[int, int] | None]:
+    """Bits of the integers of a config group, or the block of its floats. Args: `default`: format."""
+    if not isinstance(group, Mapping) or not isinstance(weights := group.get("weights"), Mapping):
+        raise ValueError(f"config_groups.{_show(name)} has no weights")
+    form, kind = group.get("format") or default, weights.get("type", "int")
+    if form not in _CT_FORMATS:
+        raise UnreadError(f"compressed-tensors in the format {_show(form)}")
+    if kind not in ("int", "float") or (form in _CT_KINDS and kind != _CT_KINDS[form]):
+        raise UnreadError(f"compressed-tensors of the type {_show(kind)} in the format {form}")
+    title = f"compressed-tensors, {kind},"
+    bits = _bits(weights, "num_bits", (4, 8) if form == "pack-quantized" else (8,), title)
+    if (strategy := _ct_strategy(weights)) not in _CT_STRATEGIES[kind]:
+        raise UnreadError(f"{title} with the strategy {_show(strategy)}")
+    block = _block(weights.get("block_structure"), "block_structure") if strategy == "block" else None
+    return frozenset({bits} if kind == "int" else ()), block
+
+
+def _ct_strategy(weights: Config) -> object:
+    size = _group(weights)
+    default = "tensor" if "group_size" not in weights else "group" if size else "channel"
+    strategy = weights.get("strategy") or default
+    if strategy == "group" and size is None:
+        raise ValueError("the strategy is group without a group_size")
+    return strategy
+
+
+def _block(value: object, key: str) -> tuple[int, int]:
     if not isinstance(value, list) or [type(size) for size in value] != [int, int] or min(value) < 1:
-        raise ValueError(f"block_structure is {_show(value)}; it must be a list of two positive integers")
+        raise ValueError(f"{key} is {_show(value)}; it must be a list of two positive integers")
     return value[0], value[1]
 
 
-def _ct_bits(weights: Config, form: str) -> set[int]:
-    """Bits of the integers of a config group."""
-    kind = weights.get("type", "int")
-    if kind not in _CT_STRATEGIES or (kind == "int") == (form == "float-quantized"):
-        raise UnreadError(f"compressed-tensors of the type {_show(kind)} in the format {form}")
-    name = f"compressed-tensors, {kind},"
-    integers = (4, 8) if form == "pack-quantized" else (8,)
-    bits = _bits(weights, "num_bits", integers if kind == "int" else (8,), name)
-    group = _group(weights)
-    strategy = weights.get("strategy") or ("tensor" if "group_size" not in weights else "group" if group else "channel")
-    if strategy not in _CT_STRATEGIES[kind]:
-        raise UnreadError(f"{name} with the strategy {_show(strategy)}")
-    if strategy == "group" and group is None:
-        raise ValueError("the strategy is group without a group_size")
-    return {bits} if kind == "int" else set()
+def _fp8(config: Config) -> Scheme:
+    size = config.get("weight_block_size")
+    return Scheme("fp8", frozenset({8}), block=None if size is None else _block(size, "weight_block_size"))
 
 
 def _bitsandbytes(config: Config) -> Scheme:
@@ -144,6 +152,7 @@ _METHODS: dict[str, Callable[[Config], Scheme]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
 }
 
@@ -167,8 +176,9 @@ def _group(config: Config) -> int | None:
 
 
 def _format(config: Config, keys: Iterable[str], default: str) -> str:
-    return str(next((config[key] for key in keys if config.get(key) is not None), default)).lower()[:40]
+    return _show(next((config[key] for key in keys if config.get(key) is not None), default)).lower()
 
 
 def _show(value: object) -> str:
-    return value[:40] if isinstance(value, str) and value.replace("-", "").isalnum() else json.dumps(value)[:40]
+    """A value of a config in one line."""
+    return (value if isinstance(value, str) and value.isprintable() else json.dumps(value))[:40]

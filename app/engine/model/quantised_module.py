@@ -1,0 +1,188 @@
+"""Module from a quantised checkpoint: codes go from the file into the kernels' order, a layer at a time, and are
+dequantised only while their layer is fused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from folio.app.engine.layers.fusion_record import FusionRecord
+from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear, pack_linears
+from folio.app.errors import ModelError
+from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
+from folio.kernels import CpuLinear, QuantisedWeight
+from folio.kernels.cpu.ops import PackedWeight, WeightPart
+
+logger = logging.getLogger(__name__)
+
+# (module, record) → number of fused modules.
+Fuse = Callable[[nn.Module, FusionRecord], int]
+# Packed weights by the paths of their modules, described by plain values: see `described`.
+Descriptions = Mapping[str, Any]
+
+
+class QuantisedLoader:
+    """Fills a module, whose parameters are on torch's meta device, from a checkpoint.
+
+    Raises:
+        ModelError: the checkpoint lacks weights, or has others than the module.
+    """
+
+    def __init__(self, module: PreTrainedModel, checkpoint: QuantisedCheckpoint, linear: CpuLinear) -> None:
+        self._module, self._checkpoint, self._linear = module, checkpoint, linear
+        self._sources: dict[str, QuantisedWeight] = {}  # of linear layers that are not packed yet
+        self._embeddings: dict[str, PackedWeight] = {}
+        # Tied parameters have several names.
+        names: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        known = checkpoint.names()
+        found = {name: next((n for n in same if n in known), None) for same in names.values() for name in same}
+        missing = sorted(name for name, source in found.items() if source is None)
+        if missing:
+            raise ModelError(f"the checkpoint lacks {len(missing)} weights, {missing[0]} among them")
+        self._names = {name: str(source) for name, source in found.items()}
+
+    def load(self, fuse: Fuse, record: FusionRecord) -> int:
+        """Fill, fuse and pack all layers; return the number of fused modules."""
+        num_fused = 0
+        layers = list(_layer_paths(self._module))
+        for path in [*layers, ""]:
+            self._fill(path)
+            done = () if path else tuple(layers)
+            record.scope = lambda p, path=path, done=done: _within(p, path) and not any(_within(p, d) for d in done)
+            num_fused += fuse(self._module, record)
+            parent = self._module.get_submodule(path)
+            pack_linears(parent, self._pack, f"{path}." if path else "")
+            self._sources.clear()
+        record.scope = lambda _: True
+        return num_fused
+
+    def _fill(self, path: str) -> None:
+        """Read the parameters of a module that are not there yet."""
+        for where, module in list(self._module.get_submodule(path).named_modules(prefix=path)):
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.is_meta:
+                    continue
+                name = f"{where}.{leaf}" if where else leaf
+                source = self._names[name]
+                if source in self._embeddings:
+                    continue  # a tied output layer
+                value = self._checkpoint.read(source)
+                if tuple(value.shape) != tuple(parameter.shape):
+                    raise ModelError(f"the weight {name} is {list(value.shape)}, not {list(parameter.shape)}")
+                if isinstance(value, QuantisedWeight):
+                    if isinstance(module, nn.Embedding):
+                        self._embed(where, module, source, value)
+                        continue
+                    if leaf == "weight" and type(module) is nn.Linear:
+                        self._sources[name] = value
+                    value = value.dequantised(parameter.dtype)
+                setattr(module, leaf, nn.Parameter(value.to(parameter.dtype), requires_grad=False))
+
+    def _embed(self, path: str, module: nn.Embedding, source: str, value: QuantisedWeight) -> None:
+        packed = self._linear.pack_quantised([value], module.weight.dtype)
+        self._embeddings[source] = packed
+        self._module.set_submodule(path, PackedEmbedding(module, packed, self._linear))
+
+    def _pack(self, path: str, layer: nn.Module) -> PackedLinear | None:
+        linear: Any = layer
+        if type(linear) is not nn.Linear:
+            return None
+        merged: tuple[tuple[str, int], ...] = getattr(linear, "merged", ())
+        bias = None if linear.bias is None else linear.bias.detach()
+        packed = self._embeddings.get(self._names.get(f"{path}.weight", ""))
+        if packed is None:
+            parent = path.rpartition(".")[0]
+            names = [f"{parent}.{name}.weight" for name, _ in merged] or [f"{path}.weight"]
+            weights = [self._sources[name] for name in names if name in self._sources]
+            if len(weights) == len(names) and _same_order(weights):
+                packed = self._linear.pack_quantised(weights, linear.weight.dtype)
+            else:
+                if weights:
+                    logger.warning("%s is not packed: its parts differ in their kinds", path)
+                packed = self._linear.pack(linear.weight.detach())
+        return PackedLinear(packed, (packed.outputs, packed.inputs), bias, self._linear, merged)
+
+
+def _same_order(weights: list[QuantisedWeight]) -> bool:
+    first = weights[0].order
+    return all(
+        weight.order is None if first is None else weight.order is not None and first.equal(weight.order)
+        for weight in weights
+    )
+
+
+def _within(path: str, parent: str) -> bool:
+    return not parent or path == parent or path.startswith(f"{parent}.")
+
+
+def _layer_paths(module: nn.Module) -> Iterator[str]:
+    """Paths of the members of the outermost lists of modules: the decoder layers."""
+    lists: list[str] = []
+    for path, part in module.named_modules():
+        if isinstance(part, nn.ModuleList) and not any(_within(path, outer) for outer in lists):
+            lists.append(path)
+            yield from (f"{path}.{name}" for name, _ in part.named_children())
+
+
+# ---- for files of weights ----
+
+
+def described(model: nn.Module) -> dict[str, Any]:
+    """The quantised packed weights of a model by path, in plain values: tensors by dtype and shape."""
+    return {
+        path: _plain(module.packed)
+        for path, module in model.named_modules()
+        if isinstance(module, PackedEmbedding | PackedLinear) and _is_quantised(module.packed)
+    }
+
+
+def packed_as(descriptions: Descriptions, linear: CpuLinear) -> Callable[[str, nn.Module], PackedLinear | None]:
+    """Packs linear layers of a module on torch's meta device as described; for `pack_linears`."""
+
+    def pack(path: str, layer: Any) -> PackedLinear:
+        weight = layer.weight.detach()
+        packed = _blank(descriptions[path]) if path in descriptions else linear.pack(weight)
+        return PackedLinear(packed, (packed.outputs, packed.inputs), layer.bias, linear, getattr(layer, "merged", ()))
+
+    return pack
+
+
+def embed_as(model: nn.Module, descriptions: Descriptions, linear: CpuLinear) -> None:
+    """Replace the embeddings of a module on torch's meta device that are described."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Embedding) and path in descriptions:
+            model.set_submodule(path, PackedEmbedding(module, _blank(descriptions[path]), linear))
+
+
+def _is_quantised(packed: object) -> bool:
+    return isinstance(packed, PackedWeight) and packed.is_quantised
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _blank(description: Mapping[str, Any]) -> PackedWeight:
+    parts = tuple(WeightPart(**{name: _meta(value) for name, value in part.items()}) for part in description["parts"])
+    dtype = getattr(torch, description["dtype"])
+    return PackedWeight(parts, description["inputs"], dtype, _meta(description["order"]))
+
+
+def _meta(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device="meta")

@@ -1,0 +1,1 @@
+"""What quantised weights and caches cost in quality, on real models: `python -m benchmarks.quality`."""

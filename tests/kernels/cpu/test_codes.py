@@ -1,0 +1,139 @@
+"""Products with quantised weights against float64, for every form, on every processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from folio.kernels import CpuLinear, QuantisedWeight
+from folio.kernels.quantised import LEAST_GROUP, SUPER_GROUP, Bits
+from tests.kernels.marches import MARCHES
+
+FORMS = ["scales", "offsets", "wide groups", "nested", "nested offsets"]
+CASES = [*((bits, form) for bits in LEAST_GROUP for form in FORMS), (4, "table")]
+# Relative to the largest value: float32 sums of 512 products; inputs rounded to 8 bits.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 0.02}
+INPUTS = 512
+
+
+@pytest.fixture(scope="module", params=MARCHES)
+def linear(request: pytest.FixtureRequest) -> CpuLinear:
+    return CpuLinear(request.param)
+
+
+def random_weight(bits: Bits, form: str, outputs: int, inputs: int = INPUTS) -> QuantisedWeight:
+    generator = torch.Generator().manual_seed(bits)
+    group, groups = LEAST_GROUP[bits], -(-inputs // LEAST_GROUP[bits])
+
+    def halves(width: int) -> torch.Tensor:
+        return torch.randn(outputs, width, generator=generator).half()
+
+    def integers(low: int, high: int, width: int) -> torch.Tensor:
+        return torch.randint(low, high, (outputs, width), generator=generator, dtype=torch.int16)
+
+    codes = integers(0, 2**bits, inputs).byte()
+    others: dict[str, Any] = {
+        "scales": {"scales": halves(groups), "zero": 2 ** (bits - 1)},
+        "offsets": {"scales": halves(groups), "offsets": halves(groups)},
+        "wide groups": {
+            "group": 4 * group,
+            "scales": halves(groups // 4),
+            "offsets": halves(groups // 4),
+            "order": torch.randperm(inputs, generator=generator),
+            "factors": torch.rand(outputs, generator=generator),
+        },
+        "nested": {
+            "scales": integers(-128, 128, groups).char(),
+            "super_scales": halves(inputs // SUPER_GROUP),
+            "zero": 2 ** (bits - 1),
+        },
+        "nested offsets": {
+            "scales": integers(0, 64, groups).byte(),
+            "super_scales": halves(inputs // SUPER_GROUP),
+            "offsets": integers(0, 64, groups).byte(),
+            "super_offsets": halves(inputs // SUPER_GROUP),
+        },
+        "table": {"scales": halves(groups), "table": tuple(range(-127, 128, 16))},
+    }
+    return QuantisedWeight(codes, bits, **{"group": group} | others[form])
+
+
+def check(linear: CpuLinear, weights: list[QuantisedWeight], dtype: torch.dtype, rows: int) -> None:
+    exact = torch.cat([weight.dequantised().double() for weight in weights])
+    packed = linear.pack_quantised(weights, dtype)
+    bias, x = torch.randn(len(exact)).to(dtype), torch.randn(rows, exact.shape[1]).to(dtype)
+    expected = x.double() @ exact.T + bias.double()
+    off = ((linear(x, packed, bias).double() - expected).abs().max() / expected.abs().max()).item()
+    assert off <= TOLERANCE[dtype], f"{rows} rows: maximum difference {off:.2e}"  # NaN fails too
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("bits", "form"), CASES)
+def test_products_equal_those_of_the_values(linear: CpuLinear, bits: Bits, form: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for outputs in (37, 64):
+        for rows in (1, 2, 3, 8, 9, 30):
+            check(linear, [random_weight(bits, form, outputs)], dtype, rows)
+
+
+@pytest.mark.parametrize(("bits", "form"), CASES)
+def test_rows_are_the_values(linear: CpuLinear, bits: Bits, form: str) -> None:
+    weight = random_weight(bits, form, 37)
+    rows = linear.rows(linear.pack_quantised([weight], torch.float32), torch.tensor([[36, 0], [5, 5]]))
+    torch.testing.assert_close(rows.flatten(0, 1), weight.dequantised()[[36, 0, 5, 5]], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_parts_may_have_different_forms(linear: CpuLinear, dtype: torch.dtype) -> None:
+    """As query, key and value projections of one file may."""
+    weights = [random_weight(4, "nested offsets", 40), random_weight(6, "nested", 20), random_weight(8, "scales", 7)]
+    for rows in (1, 20, 300):
+        check(linear, weights, dtype, rows)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_rest_of_a_slab(linear: CpuLinear, dtype: torch.dtype) -> None:
+    for inputs in (1, 31, 33, 100):
+        check(linear, [random_weight(8, "scales", 20, inputs)], dtype, 3)
+
+
+@pytest.mark.parametrize("bits", LEAST_GROUP)
+def test_largest_codes_and_inputs_do_not_overflow(linear: CpuLinear, bits: Bits) -> None:
+    """Pairs of products are added in 16 bits where there are no products of 8-bit integers."""
+    for code in (0, 2**bits - 1):
+        codes, scales = torch.full((16, INPUTS), code), torch.ones(16, INPUTS // LEAST_GROUP[bits])
+        weight = QuantisedWeight(codes.byte(), bits, LEAST_GROUP[bits], scales.half())
+        for sign in (-1, 1):
+            x = torch.full((1, INPUTS), sign * 127.0).bfloat16()
+            assert linear(x, linear.pack_quantised([weight], torch.bfloat16)).unique().tolist() == [
+                torch.tensor(float(sign * 127 * INPUTS * code)).bfloat16().item()
+            ]
+
+
+def test_infinity_and_nan_are_seen(linear: CpuLinear) -> None:
+    packed = linear.pack_quantised([random_weight(4, "scales", 16)], torch.bfloat16)
+    for value in ("inf", "nan"):
+        x = torch.ones(2, INPUTS).bfloat16()
+        x[1, 9] = float(value)
+        out = linear(x, packed)
+        assert out[0].isfinite().all()
+        assert out[1].isnan().all()
+
+
+def test_memory_is_that_of_the_codes_and_scales(linear: CpuLinear) -> None:
+    weight = random_weight(4, "nested offsets", 64)
+    bits = linear.pack_quantised([weight], torch.bfloat16).nbytes * 8 / (64 * INPUTS)
+    assert bits == 4 + 2 * 8 / 32 + 2 * 16 / 256
+
+
+def test_wrong_arguments_are_named(linear: CpuLinear) -> None:
+    weight = random_weight(4, "wide groups", 8)
+    with pytest.raises(ValueError, match="different orders"):
+        linear.pack_quantised([weight, random_weight(4, "scales", 8)], torch.float32)
+    with pytest.raises(ValueError, match="float16"):
+        linear.pack_quantised([weight], torch.float16)
+    for outputs in ([-1], [8]):
+        with pytest.raises(IndexError, match="of 8"):
+            linear.rows(linear.pack_quantised([weight], torch.float32), torch.tensor(outputs))

@@ -23,8 +23,7 @@ from folio.app.models.gguf.header import read_gguf
 from folio.app.models.gguf.hub import chosen, is_hub_file
 from folio.app.models.quantised.checkpoint import open_checkpoint
 from folio.app.models.weights.key import weight_files
-from tests.app.models.gguf.files import gguf_bytes, tiny_llama, write_gguf
-from tests.app.models.gguf.test_header import split
+from tests.app.models.gguf.files import gguf_bytes, split, tiny_llama, write_gguf
 
 
 @pytest.fixture(autouse=True)

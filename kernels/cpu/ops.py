@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -167,20 +166,11 @@ class CpuLinear:
             self._pack(dtype, weight.data_ptr(), codes.data_ptr(), outputs, inputs)
         return PackedWeight((WeightPart(codes, outputs),), inputs, weight.dtype)
 
-    def pack_quantised(self, weights: Sequence[QuantisedWeight], dtype: torch.dtype) -> PackedWeight:
-        """Pack the outputs of several weights `[outputs, inputs]`, which have the same inputs in the same order, one
-        after the other. Args: `dtype`: of inputs and results: float32 or bfloat16."""
-        order = weights[0].order
-        if len({weight.shape[1] for weight in weights}) != 1 or dtype not in _PLAIN_DTYPES:
-            raise ValueError(f"weights {[weight.shape for weight in weights]} for {dtype}")
-        if any(
-            (w.order is None) != (order is None) or (order is not None and not order.equal(w.order)) for w in weights
-        ):
-            raise ValueError("weights whose inputs have different orders")
-        parts = tuple(self._pack_part(weight) for weight in weights)
-        return PackedWeight(parts, weights[0].shape[1], dtype, None if order is None else order.int())
-
-    def _pack_part(self, weight: QuantisedWeight) -> WeightPart:
+    def pack_quantised(self, weight: QuantisedWeight, dtype: torch.dtype) -> PackedWeight:
+        """Pack a weight for inputs and results of a dtype: float32 or bfloat16. Several with the same inputs can be
+        joined by their `parts`."""
+        if dtype not in _PLAIN_DTYPES:
+            raise ValueError(f"a quantised weight for {dtype}")
         (outputs, inputs), bits, device = weight.shape, weight.bits, weight.codes.device
         lanes = self._tile(_CODES)
         slabs, tiles = -(-inputs // _SLAB), -(-outputs // lanes)
@@ -190,7 +180,7 @@ class CpuLinear:
             self._pack_codes(bits, unpacked.data_ptr(), codes.data_ptr(), outputs, inputs)
         nested = weight.super_scales is not None
         table = None if weight.table is None else torch.tensor(weight.table, device=device).add(128).byte()
-        return WeightPart(
+        part = WeightPart(
             codes,
             outputs,
             bits,
@@ -202,6 +192,7 @@ class CpuLinear:
             weight.group // LEAST_GROUP[bits],
             weight.offsets is not None,
         )
+        return PackedWeight((part,), inputs, dtype, None if weight.order is None else weight.order.int())
 
     def rows(self, weight: PackedWeight, outputs: torch.Tensor) -> torch.Tensor:
         """The values `[..., inputs]` of these outputs, int64 `[...]`, of a quantised weight, such as those of an

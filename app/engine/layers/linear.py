@@ -101,7 +101,7 @@ def choose_product(dtype: torch.dtype, *, bits: Literal[4, 8] | None = None, mov
             raise ConfigError(
                 f"quantization is 'int{bits}', which is not possible with {dtype} here: {reason}; use 'none'"
             )
-        return Product(lambda weight: linear.pack_quantised([quantise(weight, bits)], weight.dtype), linear)
+        return Product(lambda weight: linear.pack_quantised(quantise(weight, bits), weight.dtype), linear)
     if reason is None and (movable or not (dtype == torch.bfloat16 and has_matrix_tiles())):
         return Product(linear.pack, linear)
     if reason is not None:

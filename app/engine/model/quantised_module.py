@@ -4,8 +4,8 @@ dequantised only while their layer is fused."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class QuantisedLoader:
 
     def __init__(self, module: PreTrainedModel, checkpoint: QuantisedCheckpoint, linear: CpuLinear) -> None:
         self._module, self._checkpoint, self._linear = module, checkpoint, linear
-        self._sources: dict[str, QuantisedWeight] = {}  # of linear layers that are not packed yet
+        self._sources: dict[str, PackedWeight] = {}  # of linear layers that are not replaced yet
         self._embeddings: dict[str, PackedWeight] = {}
         # Tied parameters have several names.
         names: dict[int, list[str]] = {}
@@ -82,12 +82,15 @@ class QuantisedLoader:
                         self._embed(where, module, source, value)
                         continue
                     if leaf == "weight" and type(module) is nn.Linear:
-                        self._sources[name] = value
-                    value = value.dequantised(parameter.dtype)
+                        packed = self._linear.pack_quantised(value, parameter.dtype)
+                        self._sources[name] = packed
+                        value = self._linear.rows(packed, torch.arange(len(parameter)))
+                    else:
+                        value = value.dequantised()
                 setattr(module, leaf, nn.Parameter(value.to(parameter.dtype), requires_grad=False))
 
     def _embed(self, path: str, module: nn.Embedding, source: str, value: QuantisedWeight) -> None:
-        packed = self._linear.pack_quantised([value], module.weight.dtype)
+        packed = self._linear.pack_quantised(value, module.weight.dtype)
         self._embeddings[source] = packed
         self._module.set_submodule(path, PackedEmbedding(module, packed, self._linear))
 
@@ -101,22 +104,22 @@ class QuantisedLoader:
         if packed is None:
             parent = path.rpartition(".")[0]
             names = [f"{parent}.{name}.weight" for name, _ in merged] or [f"{path}.weight"]
-            weights = [self._sources[name] for name in names if name in self._sources]
-            if len(weights) == len(names) and _same_order(weights):
-                packed = self._linear.pack_quantised(weights, linear.weight.dtype)
-            else:
-                if weights:
+            packed = joined([self._sources.get(name) for name in names])
+            if packed is None:
+                if any(name in self._sources for name in names):
                     logger.warning("%s is not packed: its parts differ in their kinds", path)
                 packed = self._linear.pack(linear.weight.detach())
         return PackedLinear(packed, (packed.outputs, packed.inputs), bias, self._linear, merged)
 
 
-def _same_order(weights: list[QuantisedWeight]) -> bool:
-    first = weights[0].order
-    return all(
-        weight.order is None if first is None else weight.order is not None and first.equal(weight.order)
-        for weight in weights
-    )
+def joined(weights: Sequence[PackedWeight | None]) -> PackedWeight | None:
+    """The outputs of several quantised weights, one after the other; `None` if one is missing, or the inputs have
+    different orders."""
+    given = [weight for weight in weights if weight is not None]
+    orders = [None if weight.order is None else weight.order.tolist() for weight in given]
+    if len(given) < len(weights) or any(order != orders[0] for order in orders):
+        return None
+    return replace(given[0], parts=tuple(part for weight in given for part in weight.parts))
 
 
 def _within(path: str, parent: str) -> bool:

@@ -39,7 +39,10 @@ def make_weights(
         weight, bias = torch.randn(outputs, inputs, generator=generator), torch.randn(outputs, generator=generator)
         weight *= inputs**-0.5
         if codes:  # of parts in different codes
-            packed = linear.pack_quantised([quantise(weight[:16], 8), quantise(weight[16:], 4)], dtype)
+            first, rest = (
+                linear.pack_quantised(quantise(*part), dtype) for part in ((weight[:16], 8), (weight[16:], 4))
+            )
+            packed = replace(first, parts=first.parts + rest.parts)
         else:
             packed = linear.pack(weight.to(dtype))
         return Product(packed, bias.to(dtype) if biases else None)

@@ -54,7 +54,7 @@ def test_equals_float64(linear: CpuLinear, shape: tuple[int, int], bias: bool, d
 def test_a_row_does_not_depend_on_the_others(linear: CpuLinear, bits: Literal[4, 8] | None, dtype: torch.dtype) -> None:
     """Nor on the number of threads."""
     weight, bias = random_layer(200, 321, dtype)
-    packed = linear.pack(weight) if bits is None else linear.pack_quantised([quantise(weight, bits)], dtype)
+    packed = linear.pack(weight) if bits is None else linear.pack_quantised(quantise(weight, bits), dtype)
     x = torch.randn(45, 321).to(dtype)
     together = linear(x, packed, bias)
     threads = torch.get_num_threads()

@@ -78,7 +78,7 @@ def test_products_equal_those_of_one_thread(march: str, bits: Literal[4] | None,
     for _ in range(6):
         outputs, inputs = rng.randint(100, 700), rng.randint(100, 700)
         values = torch.randn(outputs, inputs).to(dtype)
-        weight = linear.pack(values) if bits is None else linear.pack_quantised([quantise(values, bits)], dtype)
+        weight = linear.pack(values) if bits is None else linear.pack_quantised(quantise(values, bits), dtype)
         bias = torch.randn(outputs).to(dtype)
         for rows in (2, rng.randint(3, 28), rng.randint(29, 70), 200):
             x = torch.randn(rows, inputs).to(dtype)

@@ -1,1 +1,1 @@
-"""GGUF files as models: their headers, blocks, names and tokenizers."""
+"""GGUF files as models: headers, names, config and tokenizer in the usual form. Imports no torch."""

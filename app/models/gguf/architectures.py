@@ -88,7 +88,7 @@ def parameters(header: GgufHeader) -> Iterator[tuple[str, GgufTensor, Undo | Non
     """
     name = architecture_name(header)
     architecture = ARCHITECTURES[name]
-    layer = _LAYER | architecture.layer
+    layer = {**_LAYER, **architecture.layer}
     for tensor in header.tensors.values():
         if _ROPE.fullmatch(tensor.name):
             continue

@@ -28,7 +28,7 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     width = settings.integer("embedding_length")
     rotary = settings.integer("rope.dimension_count", width // max(heads, 1))
     head_dim = settings.integer("attention.key_length", width // max(heads, 1) if name == "phi3" else rotary)
-    config = {
+    config: dict[str, Any] = {
         "architectures": [architecture.module],
         "model_type": architecture.model_type,
         "dtype": _dtype(header),

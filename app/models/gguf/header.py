@@ -237,7 +237,7 @@ class _Reader:
         if kind == _STRING:
             return self._string(name)
         if kind != _ARRAY:
-            return self._scalars(kind, 1, name)[0]  # type: ignore[no-any-return]
+            return self._scalars(kind, 1, name)[0]
         kind, count = self._unpack("<IQ", f"the length of {name!r}")
         if kind == _STRING:
             self._check_count(count, 8, f"items in {name!r}")

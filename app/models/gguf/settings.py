@@ -60,9 +60,9 @@ class Settings:
             value = value[0]
         if kind is float and type(value) is int:
             value = float(value)
-        if type(value) is not kind or (kind is int and value < 0):
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
             raise self._fault(name, value, f"of the type {kind.__name__}{', at least 0' * (kind is int)}")
-        return value  # type: ignore[no-any-return]
+        return value
 
     def _fault(self, name: str, value: object, bound: str) -> ValueError:
         shown = repr(value)

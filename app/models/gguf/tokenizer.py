@@ -97,8 +97,8 @@ class GgufTokenizer:
         }
 
     def _pieces(self) -> dict[str, Any]:
-        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-        decoders = [
+        spaces: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        decoders: list[dict[str, Any]] = [
             {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
             {"type": "ByteFallback"},
             {"type": "Fuse"},

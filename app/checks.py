@@ -30,7 +30,7 @@ from folio.app.config.checkpoint import checkpoint_faults, name_fault, rank_faul
 from folio.app.config.engine import EngineConfig
 from folio.app.config.machine import Machine, check_resources
 from folio.app.edge.keys import read_keys
-from folio.app.errors import ConfigError, ModelError
+from folio.app.errors import ConfigError
 from folio.app.fleet.autoscaling import ScalingTargets
 from folio.app.models.builtin import local_folder
 
@@ -322,11 +322,7 @@ class _Faults:
         for key, model in (("model", engine.model), ("draft_model", engine.draft_model)):
             if model is None:
                 continue
-            try:
-                folder = local_folder(model)
-            except ModelError as error:
-                self.add(f"{_join(path, key)} is {model!r}: {error}")
-                continue
+            folder = local_folder(model)
             if folder.is_dir():
                 found = checkpoint_faults(folder, weights=engine.load_format == "auto")
                 self.add(*(f"{_join(path, key)} is {model!r}: {fault}" for fault in found))
@@ -366,10 +362,7 @@ def _tracing_faults(tracing: Mapping[str, Any], *, is_local: bool) -> Iterator[s
 
 def _stored_bytes(engine: EngineConfig) -> int:
     """Bytes of a model's weights, from its local files; 0 if these do not tell."""
-    try:
-        folder = local_folder(engine.model)
-    except ModelError:
-        return 0  # a fault of the model
+    folder = local_folder(engine.model)
     if engine.dtype != "auto" or engine.quantization != "none" or not folder.is_dir():
         return 0
     return weight_bytes(folder)

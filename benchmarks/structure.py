@@ -41,6 +41,7 @@ LAYERS = (
         "app.http.event_stream",
         "app.http.static_files",
         "app.models.chat_template",
+        "app.models.gguf",
         "app.models.named",
     ),
     ("app.config",),

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -154,12 +153,9 @@ def check_model(model: str) -> None:
     """Raise `ModelError` for a path without a model, and for weights of other formats; a Hub id is not looked up."""
     from folio.app.config.checkpoint import format_fault, name_fault
     from folio.app.errors import ModelError
-    from folio.app.models.builtin import resolve_model
+    from folio.app.models.builtin import local_folder
 
-    try:
-        folder = Path(resolve_model(model)).expanduser()
-    except ModelError as error:
-        raise ModelError(f"cannot plan {model!r}: {error}") from None
+    folder = local_folder(model).expanduser()
     fault = format_fault(folder) if folder.is_dir() else name_fault(model)
     if folder.is_dir() and not (folder / "config.json").is_file():
         fault = fault or "it has no config.json"

@@ -32,11 +32,15 @@ _READ = "Folio reads safetensors in float32, bfloat16 and float16"
 
 
 def name_fault(model: str) -> str | None:
-    """Why a name that is no folder cannot be a Hub id either; `None` if it can."""
+    """Why a name that is no folder, and no GGUF file that can be read, cannot be a Hub id either; `None` if it can."""
     if model in NAMED:
         return missing_fault(model)
     path, has_form = Path(model), _HUB_ID.fullmatch(model) is not None
     if path.exists():
+        try:
+            resolve_gguf(model)
+        except ModelError as error:
+            return str(error)
         return "it is a file, and must be GGUF, a folder with config.json, or a Hub id"
     if is_hub_file(model) or (has_form and not model.startswith((".", "/", "~"))):
         return None
@@ -62,8 +66,12 @@ def quantization_fault(quantization: object) -> str | None:
 
 
 def format_fault(folder: Path) -> str | None:
-    """Why the quantized weights of a folder cannot be read; `None` if they can, or are not quantized."""
+    """Why the GGUF file or the quantized weights of a folder cannot be read; `None` if they can, or there are none."""
     path = folder / "config.json"
+    try:
+        resolve_gguf(str(folder))
+    except ModelError as error:
+        return str(error)
     try:
         fault = quantization_fault(_json(path).get("quantization_config"))
     except ValueError:
@@ -77,14 +85,10 @@ def checkpoint_faults(folder: Path, *, weights: bool = True) -> Iterator[str]:
     Args:
         weights: check the weights, too.
     """
-    try:
-        folder = Path(resolve_gguf(str(folder)) or folder)
-    except ModelError as error:
-        yield str(error)
-        return
     if (fault := format_fault(folder)) is not None:
         yield fault
         return
+    folder = Path(resolve_gguf(str(folder)) or folder)
     try:
         config = _json(folder / "config.json")
     except ValueError as error:

@@ -1,7 +1,9 @@
 """The built-in model: its name and folder. It was trained by `tools/builtin_model`."""
 
+from contextlib import suppress
 from pathlib import Path
 
+from folio.app.errors import ModelError
 from folio.app.models.gguf.hub import is_hub_file
 from folio.app.models.gguf.names import resolve_gguf
 from folio.app.models.named import BUILTIN, NAMED
@@ -23,5 +25,8 @@ def resolve_model(model: str) -> str:
 
 
 def local_folder(model: str) -> Path:
-    """The same as a path, but nothing is downloaded: the name itself if it is the Hub's. Raises `ModelError`."""
-    return Path(model if is_hub_file(model) else resolve_model(model))
+    """The same as a path, but nothing is downloaded: the name itself if it is the Hub's, or of a damaged GGUF file, of
+    which `name_fault` and `checkpoint_faults` tell."""
+    with suppress(ModelError):
+        return Path(model if is_hub_file(model) else resolve_model(model))
+    return Path(model)

@@ -34,24 +34,40 @@ def models_among(files: Iterable[_Path]) -> list[_Path]:
 
 @lru_cache
 def downloaded(model: str) -> Path:
-    """The (first) file of a model in the Hub's cache, which has all of them: of the Hub's newest revision, or, where
-    the Hub is not reached, of the newest one there. Raises `ValueError`."""
+    """The (first) file of a model in the Hub's cache, which has all of them. What is there is used as it is, so that a
+    server starts without the Hub, and again with the same model; else it is fetched. Raises `ValueError`."""
+    repo, kind = _parsed(model)
+    if (file := _cached(repo, kind or _DEFAULT_KIND)) is not None:
+        return file
+    try:
+        return fetch(model)
+    except ValueError:
+        if (file := _cached(repo, kind)) is None:
+            raise
+        return file
+
+
+def fetch(model: str) -> Path:
+    """Download the newest files of a model into the Hub's cache. Returns the path of the (first) one there. Raises
+    `ValueError`."""
     from huggingface_hub import HfApi, snapshot_download  # not with this module: it takes a while
 
-    found = _NAME.fullmatch(model)
-    assert found is not None
-    repo, kind = found["repo"], found["kind"]
+    repo, kind = _parsed(model)
     try:
         name = chosen(repo, HfApi().list_repo_files(repo), kind)
         wanted = [glob.escape(str(part)) for part in parts_of(PurePosixPath(name))]
         return Path(snapshot_download(repo, allow_patterns=wanted)) / name
-    except Exception as error:  # of httpx or httpx2, by the Hub client's version, among others
-        if isinstance(error, ValueError):
-            raise
-        if (file := _cached(repo, kind)) is not None:
-            return file
+    except ValueError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of httpx or httpx2, by the Hub client's version, among others
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"{repo} cannot be downloaded: {lines[0]}") from None
+
+
+def _parsed(model: str) -> tuple[str, str | None]:
+    found = _NAME.fullmatch(model)
+    assert found is not None
+    return found["repo"], found["kind"]
 
 
 def chosen(repo: str, names: Iterable[str], kind: str | None) -> str:

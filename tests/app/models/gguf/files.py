@@ -66,6 +66,19 @@ def write_gguf(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, Te
     return path
 
 
+def split(
+    folder: Path, parts: int, settings: dict[str, Any], tensors: dict[str, Tensor], name: str = "m"
+) -> list[Path]:
+    """A model in several files, as llama.cpp's program `gguf-split` writes it."""
+    names, paths = list(tensors), []
+    for part in range(parts):
+        own = {key: tensors[key] for key in names[part::parts]}
+        facts = {"split.no": part, "split.count": parts, "split.tensors.count": len(names)}
+        path = folder / f"{name}-{part + 1:05}-of-{parts:05}.gguf"
+        paths.append(write_gguf(path, (settings if part == 0 else {}) | facts, own))
+    return paths
+
+
 def byte_tokens(special: Sequence[str] = ("<bos>", "<eos>")) -> dict[str, Any]:
     """Settings of a tokenizer of all bytes and a few merges."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from folio.app.models.gguf.blocks import _BLOCKS, _DENSE
 from folio.app.models.gguf.header import _KINDS, READ_KINDS, is_first_or_whole, read_gguf
-from tests.app.models.gguf.files import Tensor, gguf_bytes, tiny_llama, write_gguf
+from folio.app.models.quantised.gguf_blocks import _BLOCKS, _DENSE
+from tests.app.models.gguf.files import Tensor, gguf_bytes, split, tiny_llama, write_gguf
 
 SETTINGS = {"general.architecture": "llama", "a.list": [1, 2, 3], "a.texts": ["x", "é"], "a.flag": True, "a.f": 0.5}
 TENSORS = {"x.weight": Tensor("Q8_0", (3, 64), bytes(range(204))), "y.weight": Tensor("F32", (5,), bytes(20))}
@@ -141,19 +141,6 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     assert "is not there" in fault(tmp_path / "gone.gguf")
     (tmp_path / "folder.gguf").mkdir()
     assert "is not there" in fault(tmp_path / "folder.gguf")
-
-
-def split(
-    folder: Path, parts: int, settings: dict[str, Any], tensors: dict[str, Tensor], name: str = "m"
-) -> list[Path]:
-    """A model in several files, as llama.cpp's program `gguf-split` writes it."""
-    names, paths = list(tensors), []
-    for part in range(parts):
-        own = {key: tensors[key] for key in names[part::parts]}
-        facts = {"split.no": part, "split.count": parts, "split.tensors.count": len(names)}
-        path = folder / f"{name}-{part + 1:05}-of-{parts:05}.gguf"
-        paths.append(write_gguf(path, (settings if part == 0 else {}) | facts, own))
-    return paths
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:

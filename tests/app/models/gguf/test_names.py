@@ -23,8 +23,7 @@ from folio.app.models.gguf.header import read_gguf
 from folio.app.models.gguf.hub import chosen, is_hub_file
 from folio.app.models.quantised.checkpoint import open_checkpoint
 from folio.app.models.weights.key import weight_files
-from tests.app.models.gguf.files import gguf_bytes, tiny_llama, write_gguf
-from tests.app.models.gguf.test_header import split
+from tests.app.models.gguf.files import gguf_bytes, split, tiny_llama, write_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -231,34 +230,36 @@ def hub(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
-def resolved(tmp_path: Path, endpoint: str, name: str) -> subprocess.CompletedProcess[str]:
+def resolved(tmp_path: Path, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the Hub's client reads its environment once."""
     program = "import sys; from folio.app.models.builtin import resolve_model; print(resolve_model(sys.argv[1]))"
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"} | environment
     command = [sys.executable, "-c", program, name]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.processes
 def test_a_file_of_the_hub(tmp_path: Path, hub: str) -> None:
-    first = resolved(tmp_path, hub, "hf.co/owner/tiny-GGUF:q8_0")
+    first = resolved(tmp_path, "hf.co/owner/tiny-GGUF:q8_0", HF_ENDPOINT=hub)
     assert first.returncode == 0, first.stderr
     [file] = gguf_files(Path(first.stdout.strip()))
     assert file.name == "tiny-Q8_0.gguf"
     assert file.read_bytes() == _Hub.files["tiny-Q8_0.gguf"]
     fetched = [request for request in _Hub.requests if request.startswith("GET /owner")]
     assert fetched == [f"GET /owner/tiny-GGUF/resolve/{'0' * 40}/tiny-Q8_0.gguf"]
-    parts = resolved(tmp_path, hub, "owner/tiny-GGUF")
+    # What is there is used without the Hub.
+    assert resolved(tmp_path, "owner/tiny-GGUF", HF_HUB_OFFLINE="1").stdout == first.stdout
+    parts = resolved(tmp_path, "owner/tiny-GGUF", HF_ENDPOINT=hub)
     assert len(gguf_files(Path(parts.stdout.strip()))) == 2
-    # Without the Hub what is there is used.
-    assert resolved(tmp_path, "http://127.0.0.1:9", "owner/tiny-GGUF:Q8_0").stdout == first.stdout
-    assert resolved(tmp_path, "http://127.0.0.1:9", "owner/tiny-GGUF:Q4_K_M").stdout == parts.stdout
+    _Hub.requests.clear()
+    assert resolved(tmp_path, "owner/tiny-GGUF:Q4_K_M", HF_ENDPOINT=hub).stdout == parts.stdout
+    assert _Hub.requests == []
 
 
 @pytest.mark.processes
 def test_files_that_the_hub_lacks(tmp_path: Path, hub: str) -> None:
-    assert "owner/tiny-GGUF has no GGUF file in Q2_K; it has" in resolved(tmp_path, hub, "owner/tiny-GGUF:Q2_K").stderr
-    assert "owner/none cannot be downloaded: " in resolved(tmp_path, hub, "owner/none:Q2_K").stderr
-    assert (
-        "owner/tiny-GGUF cannot be downloaded: " in resolved(tmp_path, "http://127.0.0.1:9", "owner/tiny-GGUF").stderr
-    )
+    gone = resolved(tmp_path, "owner/tiny-GGUF:Q2_K", HF_ENDPOINT=hub)
+    assert "ModelError: the repository owner/tiny-GGUF has no GGUF file in Q2_K; it has tiny-Q8_0.gguf" in gone.stderr
+    assert "owner/none cannot be downloaded: " in resolved(tmp_path, "owner/none:Q2_K", HF_ENDPOINT=hub).stderr
+    offline = resolved(tmp_path, "owner/tiny-GGUF", HF_HUB_OFFLINE="1")
+    assert "owner/tiny-GGUF cannot be downloaded: " in offline.stderr

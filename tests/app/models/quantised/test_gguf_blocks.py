@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from folio.app.models.gguf.blocks import _BLOCKS, decode
+from folio.app.models.quantised.gguf_blocks import _BLOCKS, decode
 from folio.kernels import QuantisedWeight
 
 gguf: Any = pytest.importorskip("gguf")

@@ -9,8 +9,8 @@ import torch
 
 from folio.app.errors import ModelError
 from folio.app.models.gguf.architectures import Undo, parameters
-from folio.app.models.gguf.blocks import Bytes, decode
 from folio.app.models.gguf.header import GgufHeader, GgufTensor
+from folio.app.models.quantised.gguf_blocks import Bytes, decode
 from folio.kernels import QuantisedWeight
 
 

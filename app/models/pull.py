@@ -26,8 +26,8 @@ from folio.app.models.named import NamedModel
 _UNFINISHED = ".pull-"
 _CHUNK_BYTES = 1 << 20
 # Of a Hub repository; copies for other programs are in folders.
-_NEEDED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-_OLD_WEIGHTS, _IN_FOLDERS = ("pytorch_model*.bin", "adapter_model*.bin"), "*/*"
+_NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_OLD_WEIGHTS, _IN_FOLDERS = ["pytorch_model*.bin", "adapter_model*.bin"], "*/*"
 
 
 def pull_named(model: NamedModel) -> bool:

@@ -182,6 +182,7 @@ def plan_figures(size: ModelSize, target: Target, num_tokens: int) -> dict[str, 
         "memory_bytes": target.memory_bytes,
         "tensor_parallel_size": size.config.tensor_parallel_size,
         "weight_bytes": size.weight_bytes,
+        "bits_per_weight": size.bits_per_weight,
         "device_plan": _device_figures(room.device_plan),
         "granularity_bytes": GRANULARITY_BYTES[target.kind],
         "kv_layout": layout_kind(size.config),
@@ -271,7 +272,9 @@ def _model_table(figures: dict[str, Any]) -> Any:
     longest = figures["longest_sequence_tokens"]
     by = "the model's context" if longest == figures["max_model_len"] else "by memory"
     shown.add_row("model", f"{figures['architecture']}, {parameters} parameters, {figures['dtype']}")
-    shown.add_row("weights", show_size(figures["weight_bytes"]) + a_rank)
+    bits = figures["bits_per_weight"]
+    packed = "" if bits is None else f", packed: {bits:.1f} bits each"
+    shown.add_row("weights", show_size(figures["weight_bytes"]) + a_rank + packed)
     if (device := figures["device_plan"]) is not None:
         for name in ("activations", "graphs", "headroom"):
             shown.add_row(name, show_size(device[f"{name.removesuffix('s')}_bytes"]) + a_rank)

@@ -7,6 +7,7 @@ memory then observes its layers and plans it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from folio.app.engine.model.context import context_length
 from folio.app.engine.model.loader import LoadedModel, describe_model, load_config
 from folio.app.engine.model.tokenizer import one_line
 from folio.app.errors import ConfigError, ModelError
+from folio.app.models.builtin import resolve_model
+from folio.app.models.quantised.checkpoint import open_checkpoint
+from folio.app.models.weights.key import weight_files
 from folio.kernels import Masking, VarlenBatch
 from folio.vmem import LayerGroup, longest_sequence
 
@@ -63,6 +67,7 @@ class ModelSize:
     Attributes:
         num_parameters: parameters of the whole model.
         weight_bytes: weights of one rank.
+        bits_per_weight: of weights that stay packed, on average; `None`: they have the dtype.
 
     Raises:
         ConfigError: `max_model_len` is beyond the model's context.
@@ -78,7 +83,11 @@ class ModelSize:
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())
         if config.tensor_parallel_size > 1:
             _keep_share(module, config.tensor_parallel_size)
+        self.bits_per_weight: float | None = None
         self.weight_bytes = sum(parameter.nbytes for parameter in module.parameters())
+        if (packed_bytes := _packed_bytes(config)) is not None:
+            self.weight_bytes = packed_bytes // config.tensor_parallel_size
+            self.bits_per_weight = 8 * packed_bytes / self.num_parameters
         self.model: LoadedModel = describe_model(
             module, context_length(hf_config), recurrent.install(module), config.kv_dtype
         )
@@ -136,6 +145,14 @@ class ModelSize:
         return Room(
             tuple(groups), num_pages, budget_bytes, longest_sequence(groups, num_pages, step_tokens), step_tokens, plan
         )
+
+
+def _packed_bytes(config: EngineConfig) -> int | None:
+    """Bytes of the weights of a quantised checkpoint on this machine, by its files; `None`: of others."""
+    folder = Path(resolve_model(config.model))
+    if config.load_format != "auto" or not folder.is_dir() or open_checkpoint(folder) is None:
+        return None
+    return sum(path.stat().st_size for path in weight_files(str(folder)))
 
 
 class _Shapes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from folio.app.cli.main import main
 from folio.app.cli.plan import DEVICES, choose_target
+from tests.app.models.gguf.files import tiny_llama, write_gguf
 from tests.conftest import HYBRIDS, SMALL, MakeCheckpoint
 
 
@@ -87,3 +89,13 @@ def test_a_folder_without_a_model(tmp_path: object, capsys: pytest.CaptureFixtur
     assert f"cannot plan {str(tmp_path)!r}: it has no config.json" in capsys.readouterr().err
     assert main(["plan", "./nowhere", "--memory", "1GiB"]) == 1
     assert "cannot plan './nowhere': no such folder exists" in capsys.readouterr().err
+
+
+def test_weights_that_stay_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_gguf(tmp_path / "m.gguf", *tiny_llama())
+    assert main(["plan", str(path), "--memory", "1GiB", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["weight_bytes"] == path.stat().st_size
+    assert figures["bits_per_weight"] == pytest.approx(8 * path.stat().st_size / figures["num_parameters"])
+    assert main(["plan", str(path), "--memory", "1GiB"]) == 0
+    assert "packed: " in capsys.readouterr().out

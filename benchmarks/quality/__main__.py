@@ -31,6 +31,7 @@ from benchmarks.quality import features, schemas
 from benchmarks.quality.perplexity import WINDOW, Predictions, by_folio, by_transformers, windows
 from benchmarks.quality.text import prose
 from benchmarks.rivals import llama_cpp
+from benchmarks.rivals.processes import FOLDER
 from folio.app.config.engine import KVDtype, Quantization
 from folio.app.engine import LLM
 
@@ -113,7 +114,7 @@ def valid_share(model: Path, count: int) -> tuple[float, list[dict[str, str]]]:
 
 def main() -> None:
     parser = harness.arguments(__doc__)
-    parser.add_argument("--rivals", type=Path, default=llama_cpp.FOLDER, help="where llama.cpp is built")
+    parser.add_argument("--rivals", type=Path, default=FOLDER, help="where llama.cpp is built")
     args = parser.parse_args()
     harness.needs("jsonschema")
     disable_progress_bar()

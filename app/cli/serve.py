@@ -50,8 +50,8 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help='A short name of `folio pull`, a checkpoint folder, a Hugging Face Hub id, or "builtin" (a toy of 3 '
-            "million parameters). By default smollm2 where it is pulled, else the toy."
+            help='A short name of `folio pull`, a checkpoint folder or GGUF file, a Hugging Face Hub id, or "builtin" '
+            "(a toy of 3 million parameters). By default smollm2 where it is pulled, else the toy."
         ),
     ] = None,
     config: Annotated[

@@ -71,7 +71,7 @@ class EngineConfig:
     """Settings of one engine.
 
     Attributes:
-        model: a short name that `folio pull` knows (smollm2), a local checkpoint folder, a Hugging Face Hub id, or
+        model: a short name of `folio pull` (smollm2), a checkpoint folder or GGUF file, a Hugging Face Hub id, or
             "builtin", a toy. "default" is smollm2 where it is pulled, else the toy; it is decided once, at the start.
         dtype: of weights and computation; "auto" takes the checkpoint's.
         device: "cpu" or "cuda"; "auto" takes a CUDA device on which mapping and kernels pass a test at the start, else

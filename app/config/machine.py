@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -64,7 +65,7 @@ class Machine:
             memory_bytes=min(memory, lowest),
             available_bytes=max(0, min([available, *(limit - used for limit, used in groups)])),
             limited=lowest < memory,
-            num_cores=min([len(os.sched_getaffinity(0)), *_quotas(root)]),
+            num_cores=min([len(usable_cores()), *_quotas(root)]),
             max_map_count=_number(root / "proc/sys/vm/max_map_count") or DEFAULT_MAP_COUNT,
             has_gpu=(root / "proc/driver/nvidia/version").exists(),
         )
@@ -84,6 +85,43 @@ def num_threads(config: EngineConfig) -> int:
     """CPU threads of one rank: on CPUs all cores, divided among the ranks; beside a GPU as many as have work."""
     most = max(1, Machine.detect().num_cores // config.tensor_parallel_size)
     return config.num_threads or (min(most, CUDA_THREADS) if config.device == "cuda" else most)
+
+
+def usable_cores() -> set[int]:
+    """Cores that this process may use: the thread's, and where libgomp has bound the thread to one of its places, those
+    of all places, which are the cores that the process was started with."""
+    cores = os.sched_getaffinity(0)
+    for library in _loaded("libgomp") if binding_variables() else ():
+        for place in range(library.omp_get_num_places()):
+            count = library.omp_get_place_num_procs(place)
+            found = (ctypes.c_int * count)()
+            library.omp_get_place_proc_ids(place, found)
+            cores.update(found)
+    return cores
+
+
+def unbind_thread() -> None:
+    """Let this thread, and those that it starts, run on all usable cores. Raises `OSError`."""
+    os.sched_setaffinity(0, usable_cores())
+
+
+def describe_threads(config: EngineConfig) -> str:
+    """How many threads of a rank compute, and why."""
+    count, cores = num_threads(config), Machine.detect().num_cores
+    reason = f"this process may use {cores} core{'s' * (cores > 1)}"
+    if config.num_threads:
+        reason = f"num_threads is {config.num_threads}, and {reason}"
+    elif config.tensor_parallel_size > 1:
+        reason += f", and {config.tensor_parallel_size} ranks share them"
+    return f"{count} thread{'s' * (count > 1)} compute{'s' * (count == 1)}: {reason}"
+
+
+def _loaded(name: str) -> Iterator[ctypes.CDLL]:
+    """Libraries of this process whose file names begin with `name`."""
+    paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    for path in sorted(paths):
+        if Path(path).name.startswith(name):
+            yield ctypes.CDLL(path)
 
 
 def binding_variables() -> list[str]:

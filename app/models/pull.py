@@ -20,13 +20,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from folio.app.errors import ModelError
+from folio.app.models.gguf.hub import downloaded, is_hub_file
 from folio.app.models.named import NamedModel
 
 _UNFINISHED = ".pull-"
 _CHUNK_BYTES = 1 << 20
 # Of a Hub repository; copies for other programs are in folders.
-_NEEDED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-_OLD_WEIGHTS, _IN_FOLDERS = ("pytorch_model*.bin", "adapter_model*.bin"), "*/*"
+_NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_OLD_WEIGHTS, _IN_FOLDERS = ["pytorch_model*.bin", "adapter_model*.bin"], "*/*"
 
 
 def pull_named(model: NamedModel) -> bool:
@@ -59,7 +60,8 @@ def pull_named(model: NamedModel) -> bool:
 
 
 def pull_from_hub(repo: str) -> Path:
-    """Fetch what loading needs of a Hub repository, into the Hub's own cache. Returns the folder there.
+    """Fetch what loading needs of a Hub repository, into the Hub's own cache. Returns the folder there; for
+    `owner/name:Q4_K_M` the GGUF file.
 
     Raises:
         ModelError: the Hub is not reached, or has no such model.
@@ -67,6 +69,8 @@ def pull_from_hub(repo: str) -> Path:
     from huggingface_hub import snapshot_download  # not with this module: it takes a while
 
     try:
+        if is_hub_file(repo):
+            return downloaded(repo)
         folder = Path(snapshot_download(repo, allow_patterns=_NEEDED, ignore_patterns=_IN_FOLDERS))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(repo, allow_patterns=_OLD_WEIGHTS, ignore_patterns=_IN_FOLDERS))

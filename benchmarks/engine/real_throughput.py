@@ -217,11 +217,12 @@ def main() -> None:
     parser.add_argument("--neighbours", action="store_true")
     args = parser.parse_args()
     sizes = QUICK if args.quick else Sizes()
-    if args.neighbours and (file := real_models.fetched(NEIGHBOURED)) is not None:
-        figures, raw = neighbours(file, sizes)
+    if args.neighbours:
+        file = real_models.fetched(NEIGHBOURED)
+        found = {} if file is None else neighbours(file, sizes)[0]
     else:
-        figures, raw = measure(sizes, args.rivals)
-    print(json.dumps({"figures": figures, "raw": raw}))
+        found = measure(sizes, args.rivals)[0]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

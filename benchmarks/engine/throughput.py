@@ -51,6 +51,7 @@ from benchmarks.rivals.candidates import (
     TransformersGenerate,
     folio_rate,
 )
+from benchmarks.rivals.processes import FOLDER
 from folio.app.config.engine import Quantization
 from folio.app.engine import LLM, SamplingParams
 
@@ -403,7 +404,7 @@ def parse() -> argparse.Namespace:
         "--rivals",
         type=Path,
         nargs="?",
-        const=rival_servers.FOLDER,
+        const=FOLDER,
         help="start the servers that `benchmarks.rival_servers` has installed, in this folder if it is another one",
     )
     for rival in ("vllm", "openvino", "llamacpp"):

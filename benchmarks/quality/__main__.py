@@ -9,7 +9,7 @@ The models of `benchmarks.real_models`; texts are this repository's documentatio
 - 100 JSON schemas: the share of sampled outputs that are valid
 - speculation, prefix caching and preemption: `benchmarks.quality.features`
 
---quick: SmolLM2 alone, 1,200 words, few schemas, without the last part.
+--quick: SmolLM2 alone, 700 words, few schemas, without the last part.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from benchmarks.quality import features, schemas
 from benchmarks.quality.perplexity import WINDOW, Predictions, by_folio, by_transformers, windows
 from benchmarks.quality.text import prose
 from benchmarks.rivals import llama_cpp
+from benchmarks.rivals.processes import FOLDER
 from folio.app.config.engine import KVDtype, Quantization
 from folio.app.engine import LLM
 
-NUM_WORDS, QUICK_WORDS = 20_000, 1_200
-NUM_SCHEMAS, QUICK_SCHEMAS = 100, 4
+NUM_WORDS, QUICK_WORDS = 20_000, 700  # of which llama-perplexity needs two windows
+NUM_SCHEMAS, QUICK_SCHEMAS = 100, 3
 INSTRUCTED = "smollm2"  # the one that answers
 # Variant → settings of the engine, on the dequantised weights. The first is what the others are measured against.
 BASE = "bfloat16"
@@ -113,7 +114,7 @@ def valid_share(model: Path, count: int) -> tuple[float, list[dict[str, str]]]:
 
 def main() -> None:
     parser = harness.arguments(__doc__)
-    parser.add_argument("--rivals", type=Path, default=llama_cpp.FOLDER, help="where llama.cpp is built")
+    parser.add_argument("--rivals", type=Path, default=FOLDER, help="where llama.cpp is built")
     args = parser.parse_args()
     harness.needs("jsonschema")
     disable_progress_bar()

@@ -6,6 +6,7 @@ does not end is not valid.
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -96,9 +97,9 @@ def make_schemas(count: int) -> list[Schema]:
 
 def ask(llm: LLM, schemas: Sequence[Schema]) -> list[str]:
     """An output for each schema, sampled; that of an output which did not end is cut."""
-    tokenizer = llm.engine.model.tokenizer
-    assert tokenizer is not None
-    prompts, params = [], []
+    tokenizer: Any = llm.engine.model.tokenizer
+    prompts: list[str | list[int]] = []
+    params = []
     for i, schema in enumerate(schemas):
         spec = json.dumps(schema)
         content = f"Describe {TOPICS[i % len(TOPICS)]} in JSON that fits this schema: {spec}"
@@ -110,9 +111,8 @@ def ask(llm: LLM, schemas: Sequence[Schema]) -> list[str]:
 
 
 def is_valid(output: str, schema: Schema) -> bool:
-    from jsonschema import Draft202012Validator
-
+    jsonschema: Any = importlib.import_module("jsonschema")
     try:
-        return bool(Draft202012Validator(schema).is_valid(json.loads(output)))
+        return bool(jsonschema.Draft202012Validator(schema).is_valid(json.loads(output)))
     except json.JSONDecodeError:
         return False

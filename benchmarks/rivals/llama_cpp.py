@@ -46,7 +46,7 @@ def build(folder: Path = FOLDER) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         tools, built = Path(scratch, "tools", "bin"), Path(scratch, "build")
         subprocess.run([sys.executable, "-m", "venv", tools.parent], check=True)
-        pip = [tools / "python", "-m", "pip", "--disable-pip-version-check"]
+        pip = [str(tools / "python"), "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", *BUILT_WITH], check=True)
         fetch = ["download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
         subprocess.run([*pip, *fetch, "--dest", scratch, SOURCES], check=True)
@@ -58,8 +58,8 @@ def build(folder: Path = FOLDER) -> None:
         environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
         options = [f"-D{option}" for option in OPTIONS]
         for command in (
-            ["cmake", "-G", "Ninja", "-S", source, "-B", built, *options],
-            ["cmake", "--build", built, "--target", *PROGRAMS],
+            ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(built), *options],
+            ["cmake", "--build", str(built), "--target", *PROGRAMS],
         ):
             subprocess.run(command, env=environment, check=True)
         for program in PROGRAMS:
@@ -81,26 +81,25 @@ def is_built(folder: Path = FOLDER) -> bool:
 @contextmanager
 def running(model: Path, port: int, folder: Path = FOLDER) -> Iterator[Running]:
     """A server of a GGUF file, with a slot for each of 16 requests and a thread for each core."""
-    program = folder / "llama_cpp" / "bin" / "llama-server"
-    command = [program, "--model", model, "--host", "127.0.0.1", "--port", str(port), "--threads", str(_cores())]
+    address = ["--host", "127.0.0.1", "--port", str(port)]
     slots = ["--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_TOKENS)]
-    with server("llama.cpp", [*command, *slots], port) as there:
+    with server("llama.cpp", [*_command("llama-server", model, folder), *address, *slots], port) as there:
         yield there
 
 
 def perplexity(model: Path, text: Path, window: int, folder: Path = FOLDER) -> float:
     """Perplexity of the second halves of a text's windows of so many tokens. Raises `RuntimeError`."""
-    program = folder / "llama_cpp" / "bin" / "llama-perplexity"
-    command = [program, "--model", model, "--file", text, "--ctx-size", str(window)]
-    ran = subprocess.run([*command, "--threads", str(_cores())], capture_output=True, text=True, errors="replace")
+    command = [*_command("llama-perplexity", model, folder), "--file", str(text), "--ctx-size", str(window)]
+    ran = subprocess.run(command, capture_output=True, text=True, errors="replace")
     output = ran.stdout + ran.stderr
     if ran.returncode or (found := _PERPLEXITY.search(output)) is None:
         raise RuntimeError(f"llama-perplexity failed: {output[-3000:]}")
     return float(found[1])
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def _command(program: str, model: Path, folder: Path) -> list[str]:
+    threads = str(len(os.sched_getaffinity(0)))
+    return [str(folder / "llama_cpp" / "bin" / program), "--model", str(model), "--threads", threads]
 
 
 def main() -> None:

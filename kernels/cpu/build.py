@@ -4,8 +4,8 @@ A wheel has the libraries of each of `INSTRUCTION_SETS` (`folio.kernels.cpu.whee
 checkout or on other processors, they are compiled for this machine's processor, into the user's cache: by
 `compile_all`, or when one is first loaded.
 
-The libraries need no torch headers. Those with parallel loops share torch's OpenMP runtime, because torch is imported
-before they are loaded; so `torch.set_num_threads` governs them.
+The libraries need no torch headers. Those with parallel loops have threads of their own (`csrc/pool.h`), as many as
+torch uses: they share its OpenMP runtime, because torch is imported before they are loaded, and ask it for the number.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ class InstructionSet:
 
 _AVX2 = frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"))
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI = ("-march=x86-64-v4", "-mavx512vnni")
 # The fastest first.
 INSTRUCTION_SETS = (
-    InstructionSet("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
+    InstructionSet("avx512bf16", (*_VNNI, "-mavx512bf16"), _AVX512 | {"avx512_vnni", "avx512_bf16"}),
+    InstructionSet("avx512vnni", _VNNI, _AVX512 | {"avx512_vnni"}),
     InstructionSet("avx512", ("-march=x86-64-v4",), _AVX512),
     InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2),
 )

@@ -55,8 +55,7 @@ class QuantisedLoader:
         layers = list(_layer_paths(self._module))
         for path in [*layers, ""]:
             self._fill(path)
-            done = () if path else tuple(layers)
-            record.scope = lambda p, path=path, done=done: _within(p, path) and not any(_within(p, d) for d in done)
+            record.scope = _scope(path, () if path else layers)
             num_fused += fuse(self._module, record)
             parent = self._module.get_submodule(path)
             pack_linears(parent, self._pack, f"{path}." if path else "")
@@ -120,6 +119,10 @@ def joined(weights: Sequence[PackedWeight | None]) -> PackedWeight | None:
     if len(given) < len(weights) or any(order != orders[0] for order in orders):
         return None
     return replace(given[0], parts=tuple(part for weight in given for part in weight.parts))
+
+
+def _scope(parent: str, done: Sequence[str]) -> Callable[[str], bool]:
+    return lambda path: _within(path, parent) and not any(_within(path, other) for other in done)
 
 
 def _within(path: str, parent: str) -> bool:

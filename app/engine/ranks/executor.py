@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from folio.app.config.engine import ResolvedConfig
-from folio.app.config.machine import binding_variables, num_threads
+from folio.app.config.machine import binding_variables, describe_threads, num_threads, unbind_thread
 from folio.app.engine.device.charges import DeviceCharges, promised_bytes
 from folio.app.engine.execution.builder import BatchBuilder
 from folio.app.engine.execution.captured_graphs import CapturedGraphs, GraphPlan
@@ -76,13 +76,11 @@ class Executor:
                 f"decode_graphs is 'on' and device {config.device!r}; steps are captured on CUDA only: use "
                 "decode_graphs 'auto'"
             )
+        if binding := binding_variables():
+            unbind_thread()
+            logger.info("%s has bound this thread to one core; it may use all again", ", ".join(binding))
         torch.set_num_threads(num_threads(config))
-        if config.device == "cpu" and (binding := binding_variables()):
-            logger.warning(
-                "%s binds threads to cores, and leaves this process %d of them: unset it",
-                ", ".join(binding),
-                num_threads(config),
-            )
+        logger.info("%s", describe_threads(config))
         self._max_num_seqs = config.max_num_seqs
         self._limit_s: float | None = LOAD_TIMEOUT_S  # the first forwards may compile kernels
         on_cpu = config.device == "cpu"

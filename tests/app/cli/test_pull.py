@@ -133,6 +133,8 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capfd: 
 def test_names_that_are_none(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", "./nothing"]) == 2
     assert capfd.readouterr().err.startswith("cannot pull './nothing': no such folder exists, and a Hub id has")
+    assert main(["pull", "."]) == 2
+    assert capfd.readouterr().err == "cannot pull '.': it is on this machine; short names are smollm2\n"
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
@@ -156,6 +158,15 @@ def test_of_the_hub_one_format_of_weights_is_fetched(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", _raise(ConnectionError("no network\n\nmore")))
     assert main(["pull", "owner/name"]) == 1
     assert capfd.readouterr().err == "cannot pull 'owner/name': no network\n"
+
+
+def test_a_gguf_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = {"owner/name:Q4_0": Path("/cache/name.Q4_0.gguf")}
+    monkeypatch.setattr(pull, "downloaded", lambda name: asked.get(name) or _raise(ValueError("it has no such file"))())
+    assert main(["pull", "owner/name:Q4_0"]) == 0
+    assert "owner/name:Q4_0 is in /cache/name.Q4_0.gguf; " in capfd.readouterr().out
+    assert main(["pull", "owner/name:Q9"]) == 1
+    assert capfd.readouterr().err == "cannot pull 'owner/name:Q9': it has no such file\n"
 
 
 def test_the_default_is_real_where_it_is_pulled(cache: Path, tmp_path: Path) -> None:

@@ -413,8 +413,11 @@ def test_a_negative_limit_is_refused() -> None:
         EngineConfig(model="builtin", restore_prefixes_s=-1)
 
 
-def test_variables_that_take_cores_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_tells_how_many_threads_compute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setenv("OMP_PLACES", "cores")
-    config = EngineConfig(model="builtin", kv_memory_bytes=8 << 20, warm_up=False)
-    Engine(config).close()
-    assert "OMP_PLACES=cores binds threads to cores, and leaves this process" in caplog.text
+    Engine(EngineConfig(model="builtin", kv_memory_bytes=8 << 20, warm_up=False, num_threads=1)).close()
+    assert "OMP_PLACES=cores has bound this thread to one core; it may use all again" in caplog.text
+    assert "1 thread computes: num_threads is 1, and this process may use" in caplog.text

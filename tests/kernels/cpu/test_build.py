@@ -20,6 +20,7 @@ FEATURES = {chosen.name: " ".join(sorted(chosen.features)) for chosen in build.I
     ("flags", "library"),
     [
         (FEATURES["avx512bf16"] + " amx_tile", "copy.avx512bf16-1.so"),
+        (FEATURES["avx512vnni"], "copy.avx512vnni-1.so"),
         (FEATURES["avx512"], "copy.avx512-1.so"),
         (FEATURES["avx2"] + " avx512f", "copy.avx2-1.so"),
         ("sse2 avx", None),

@@ -1,0 +1,164 @@
+"""Models whose weights stay packed: the same logits and tokens as with their values, also from a stored file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from folio.app.config.engine import EngineConfig, ResolvedConfig
+from folio.app.engine import LLM, SamplingParams
+from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear
+from folio.app.engine.model.loader import LoadedModel, load_config, load_model
+from folio.app.errors import ConfigError, ModelError
+from folio.app.models.builtin import resolve_model
+from folio.app.models.quantised.checkpoint import open_checkpoint
+from folio.app.models.weights.store import WeightStore
+from folio.kernels import CpuLinear, QuantisedWeight, quantise
+from tests.app.models.gguf.files import Tensor, dense, tiny_llama, write_gguf
+
+IDS = torch.arange(3, 80)[None]
+
+
+@pytest.fixture(autouse=True)
+def products() -> None:
+    if reason := CpuLinear().unsupported(torch.float32):
+        pytest.skip(reason)
+
+
+def block_tensor(values: torch.Tensor, bits: Literal[4, 8]) -> Tensor:
+    """In Q8_0, or Q4_1."""
+    found = quantise(values, bits)
+    shape = *found.scales.shape, 1
+    parts = [found.scales.view(shape).view(torch.uint8)]
+    codes = found.codes.view(*found.scales.shape, 32)
+    if bits == 8:
+        parts.append(codes - 128)
+    else:
+        assert found.offsets is not None
+        parts += [found.offsets.view(shape).view(torch.uint8), codes[..., :16] | codes[..., 16:] << 4]
+    return Tensor("Q8_0" if bits == 8 else "Q4_1", tuple(values.shape), torch.cat(parts, -1).numpy().tobytes())
+
+
+def quantised_file(path: Path, *, plain: tuple[str, ...] = (), untied: bool = False) -> Path:
+    """A model with weights of 4 and 8 bits. Args: `plain`: tensors that are not quantised."""
+    settings, tensors = tiny_llama(3)
+    if untied:
+        tensors["output.weight"] = dense(torch.randn(tensors["token_embd.weight"].shape).bfloat16())
+    for number, (name, tensor) in enumerate(tensors.items()):
+        if len(tensor.shape) == 2 and name not in plain:
+            values = torch.frombuffer(bytearray(tensor.data), dtype=torch.bfloat16).view(tensor.shape)
+            tensors[name] = block_tensor(values, 8 if number % 2 else 4)
+    return write_gguf(path, settings, tensors)
+
+
+def config_of(path: Path, **settings: Any) -> ResolvedConfig:
+    return EngineConfig(model=str(path), skip_tokenizer_init=True, **settings).on_device("cpu")
+
+
+def logits_of(loaded: LoadedModel) -> torch.Tensor:
+    loaded.module.set_attn_implementation("eager")
+    with torch.inference_mode():
+        logits: torch.Tensor = loaded.module(input_ids=IDS, use_cache=False).logits[0].float()
+    return logits
+
+
+def plain_model(path: Path) -> Any:
+    """transformers' model with the values of the weights, in float32."""
+    module: Any = AutoModelForCausalLM.from_config(load_config(str(path), weights=False), dtype=torch.float32)
+    checkpoint = open_checkpoint(Path(resolve_model(str(path))))
+    assert checkpoint is not None
+    values = {name: checkpoint.read(name) for name in checkpoint.names()}
+    state = {
+        name: value.dequantised() if isinstance(value, QuantisedWeight) else value for name, value in values.items()
+    }
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    assert set(missing) <= {"lm_head.weight"}
+    assert not unexpected
+    return module.eval()
+
+
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize(
+    "plain", [(), ("blk.0.attn_k.weight", "blk.1.ffn_down.weight"), ("token_embd.weight", "output.weight")]
+)
+def test_logits_are_those_of_the_values(tmp_path: Path, plain: tuple[str, ...], untied: bool) -> None:
+    path = quantised_file(tmp_path / "m.gguf", plain=plain, untied=untied)
+    with torch.inference_mode():
+        expected = plain_model(path)(input_ids=IDS, use_cache=False).logits[0]
+    exact = logits_of(load_model(config_of(path, dtype="float32")))
+    torch.testing.assert_close(exact, expected, rtol=1e-4, atol=1e-4)
+    rounded = logits_of(load_model(config_of(path)))
+    assert ((rounded - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item() < 0.05
+
+
+def test_everything_stays_packed(tmp_path: Path) -> None:
+    """In fewer bytes than the file has and 15 %: codes are not repeated, and tied embeddings exist once."""
+    path = quantised_file(tmp_path / "m.gguf")
+    module = load_model(config_of(path)).module
+    packed = {part.packed for part in module.modules() if isinstance(part, PackedEmbedding | PackedLinear)}
+    assert len(packed) == 3 * 4 + 1
+    assert all(weight.is_quantised for weight in packed)
+    most = 1.15 * sum(tensor.num_bytes for tensor in _tensors(path))
+    assert sum(weight.nbytes for weight in packed) + sum(p.nbytes for p in module.parameters()) <= most
+
+
+def _tensors(path: Path) -> list[Any]:
+    from folio.app.models.gguf.header import read_gguf
+
+    return list(read_gguf(path).tensors.values())
+
+
+def test_the_stored_file_gives_the_same_model(tmp_path: Path) -> None:
+    path = quantised_file(tmp_path / "m.gguf", plain=("blk.0.attn_k.weight",))
+    store, logits = WeightStore(tmp_path / "weights"), []
+    for _ in range(2):  # the second one from the file that the first one has written
+        loaded = load_model(config_of(path), weights=store)
+        logits.append(logits_of(loaded))
+        assert loaded.weights is not None
+        loaded.weights.close()
+    assert torch.equal(*logits)
+    assert len(list((tmp_path / "weights").glob("*.weights"))) == 1
+
+
+def test_greedy_tokens_of_the_engine_are_those_of_the_values(tmp_path: Path) -> None:
+    path = quantised_file(tmp_path / "m.gguf")
+    prompts = [[(i * 37 + j * 11) % 250 for j in range(5 + 7 * i)] for i in range(6)]
+    model, expected = plain_model(path), []
+    for prompt in prompts:
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        expected.append(out[0, len(prompt) :].tolist())
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    with LLM(path, dtype="float32", kv_memory_bytes=8 << 20, skip_tokenizer_init=True) as llm:
+        assert [completion.token_ids for completion in llm.generate(prompts, params)] == expected
+
+
+@pytest.mark.processes  # pip fetches the model
+def test_a_real_models_greedy_texts_are_those_of_the_values(smollm2: Path) -> None:
+    texts = ["The capital of France is", "def fibonacci(n):", "Once upon a time there was"]
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    with LLM(smollm2, dtype="float32", kv_memory_bytes=64 << 20) as llm:
+        found = llm.generate(texts, params)
+    model = plain_model(smollm2)
+    for completion in found:
+        prompt = torch.tensor([completion.prompt_token_ids])
+        out = model.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None)
+        assert completion.token_ids == out[0, prompt.shape[1] :].tolist()
+
+
+def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
+    path = quantised_file(tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match=r"'int8', but .* is quantised already"):
+        load_model(config_of(path, quantization="int8"))
+    with pytest.raises(ConfigError, match=r"not possible with torch\.float16"):
+        load_model(config_of(path, dtype="float16"))
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    settings, tensors = tiny_llama(2)
+    del tensors["blk.1.ffn_up.weight"]
+    with pytest.raises(ModelError, match=r"lacks 1 weights, model.layers.1.mlp.up_proj.weight among them|ffn_up"):
+        load_model(config_of(write_gguf(tmp_path / "m.gguf", settings, tensors)))

@@ -54,7 +54,7 @@ class GgufCheckpoint:
 def _read(tensor: GgufTensor) -> Bytes:
     """The tensor's bytes. Raises `ModelError`."""
     data = np.empty(tensor.num_bytes, np.uint8)
-    rest, offset = memoryview(data), tensor.offset
+    rest, offset = data.data, tensor.offset
     try:
         fd = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:

@@ -15,8 +15,8 @@ import torch
 from folio.kernels import QuantisedWeight
 from folio.kernels.quantised import Bits
 
-# Of blocks: [outputs, blocks, bytes].
-Bytes: TypeAlias = npt.NDArray[np.uint8]
+# uint8; of blocks: [outputs, blocks, bytes].
+Bytes: TypeAlias = npt.NDArray[Any]
 
 _IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Twice the values of e2m1.
@@ -42,8 +42,9 @@ def decode(kind: str, data: Bytes, shape: tuple[int, ...]) -> torch.Tensor | Qua
 
 def _weight(codes: Bytes, bits: Bits, group: int, *parts: npt.NDArray[Any], **settings: Any) -> QuantisedWeight:
     """Args: parts: scales, offsets, super scales, super offsets, as far as there are any, of each block."""
-    scales = [torch.from_numpy(part.reshape(len(part), -1)) for part in parts]
-    return QuantisedWeight(torch.from_numpy(codes.reshape(len(codes), -1)), bits, group, *scales, **settings)
+    flat = [torch.from_numpy(part.reshape(len(part), -1)) for part in (codes, *parts)]
+    named: dict[str, Any] = dict(zip(("scales", "offsets", "super_scales", "super_offsets"), flat[1:], strict=False))
+    return QuantisedWeight(flat[0], bits, group, **named, **settings)
 
 
 def _half(blocks: Bytes, start: int) -> npt.NDArray[np.float16]:
@@ -66,6 +67,11 @@ def _fields(data: Bytes, bits: int, width: int) -> Bytes:
     return fields.reshape(*data.shape[:2], -1)
 
 
+def _joined(low: Bytes, high: Bytes, bits: int = 4) -> Bytes:
+    """Fields whose `bits` lower bits are apart from the others."""
+    return low | high << bits
+
+
 def _q4_0(blocks: Bytes) -> QuantisedWeight:
     return _weight(_fields(blocks[..., 2:], 4, 16), 4, 32, _half(blocks, 0), zero=8)
 
@@ -77,7 +83,7 @@ def _q4_1(blocks: Bytes) -> QuantisedWeight:
 def _five_bits(blocks: Bytes, start: int) -> Bytes:
     """Codes of Q5_0 and Q5_1: the highest bits of 32 values, their lower 4 bits."""
     high = np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little")
-    return _fields(blocks[..., start + 4 :], 4, 16) | high << 4
+    return _joined(_fields(blocks[..., start + 4 :], 4, 16), high)
 
 
 def _q5_0(blocks: Bytes) -> QuantisedWeight:
@@ -98,14 +104,14 @@ def _q2_k(blocks: Bytes) -> QuantisedWeight:
 
 
 def _q3_k(blocks: Bytes) -> QuantisedWeight:
-    codes = _fields(blocks[..., 32:96], 2, 32) | _fields(blocks[..., :32], 1, 32) << 2
+    codes = _joined(_fields(blocks[..., 32:96], 2, 32), _fields(blocks[..., :32], 1, 32), 2)
     scales = _signed(_fields(blocks[..., 96:104], 4, 8), _fields(blocks[..., 104:108], 2, 4))
     return _nested(codes, 3, 16, scales, _half(blocks, 108), zero=4)
 
 
 def _signed(low: Bytes, high: Bytes) -> npt.NDArray[np.int8]:
     """Scales of 4 and 2 bits that begin at -32."""
-    return (low | high << 4).view(np.int8) - np.int8(32)
+    return _joined(low, high).view(np.int8) - np.int8(32)
 
 
 def _nested(
@@ -119,8 +125,8 @@ def _nested(
 def _k_scales(blocks: Bytes) -> tuple[Bytes, Bytes]:
     """Scales and offsets of Q4_K and Q5_K: 8 of 6 bits each in 12 bytes."""
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
-    scales = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], -1)
-    offsets = np.concatenate([second & 63, third >> 4 | (second >> 6) << 4], -1)
+    scales = np.concatenate([first & 63, _joined(third & 15, first >> 6)], -1)
+    offsets = np.concatenate([second & 63, _joined(third >> 4, second >> 6)], -1)
     return scales, offsets
 
 
@@ -130,12 +136,12 @@ def _q4_k(blocks: Bytes) -> QuantisedWeight:
 
 
 def _q5_k(blocks: Bytes) -> QuantisedWeight:
-    codes = _fields(blocks[..., 48:], 4, 32) | _fields(blocks[..., 16:48], 1, 32) << 4
+    codes = _joined(_fields(blocks[..., 48:], 4, 32), _fields(blocks[..., 16:48], 1, 32))
     return _weight(codes, 5, 32, *_k_scales(blocks), _half(blocks, 0), -_half(blocks, 2))
 
 
 def _q6_k(blocks: Bytes) -> QuantisedWeight:
-    codes = _fields(blocks[..., :128], 4, 64) | _fields(blocks[..., 128:192], 2, 32) << 4
+    codes = _joined(_fields(blocks[..., :128], 4, 64), _fields(blocks[..., 128:192], 2, 32))
     scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
     return _nested(codes, 6, 16, scales, _half(blocks, 208), zero=32)
 

@@ -60,7 +60,7 @@ _KvDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A short name, a folder with config.json, or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="A short name, a checkpoint folder or GGUF file, or a Hub id.")],
     memory: Annotated[
         int | None,
         typer.Option(parser=parse_size, metavar="SIZE", help="Memory of the machine or of each GPU, such as 80GiB."),

@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from folio.app.errors import ModelError
-from folio.app.models.gguf.hub import downloaded, is_hub_file
+from folio.app.models.gguf.hub import fetch, is_hub_file
 from folio.app.models.named import NamedModel
 
 _UNFINISHED = ".pull-"
@@ -70,7 +70,7 @@ def pull_from_hub(repo: str) -> Path:
 
     try:
         if is_hub_file(repo):
-            return downloaded(repo)
+            return fetch(repo)  # the newest one
         folder = Path(snapshot_download(repo, allow_patterns=_NEEDED, ignore_patterns=_IN_FOLDERS))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(repo, allow_patterns=_OLD_WEIGHTS, ignore_patterns=_IN_FOLDERS))

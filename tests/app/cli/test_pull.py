@@ -162,7 +162,7 @@ def test_of_the_hub_one_format_of_weights_is_fetched(
 
 def test_a_gguf_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     asked = {"owner/name:Q4_0": Path("/cache/name.Q4_0.gguf")}
-    monkeypatch.setattr(pull, "downloaded", lambda name: asked.get(name) or _raise(ValueError("it has no such file"))())
+    monkeypatch.setattr(pull, "fetch", lambda name: asked.get(name) or _raise(ValueError("it has no such file"))())
     assert main(["pull", "owner/name:Q4_0"]) == 0
     assert "owner/name:Q4_0 is in /cache/name.Q4_0.gguf; " in capfd.readouterr().out
     assert main(["pull", "owner/name:Q9"]) == 1

@@ -119,8 +119,8 @@ def rank_faults(folder: Path, tensor_parallel_size: int) -> Iterator[str]:
 
 def weight_bytes(folder: Path) -> int:
     """Bytes of the weights in a checkpoint's files of safetensors or GGUF; 0 if it has none."""
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else gguf_files(folder) or [*folder.glob("*.safetensors")]
+    found = (list(folder.glob(pattern)) for pattern in ("model.safetensors", "*.safetensors", "*.gguf"))
+    files = gguf_files(folder) or next(filter(None, found), [])
     return sum(file.stat().st_size for file in files)
 
 

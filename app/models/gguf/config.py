@@ -24,6 +24,8 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise ValueError(f"{file} lacks the matrix token_embd.weight")
+    if not settings.flag("attention.causal", True):
+        raise ValueError(f"{file} is an encoder (attention.causal); Folio serves text-generating decoders only")
     heads = settings.integer("attention.head_count")
     width = settings.integer("embedding_length")
     rotary = settings.integer("rope.dimension_count", width // max(heads, 1))
@@ -157,12 +159,9 @@ def _rope(header: GgufHeader, settings: Settings, head_dim: int) -> dict[str, An
         )
     rope |= {"rope_type": "yarn", "factor": factor}
     rope["original_max_position_embeddings"] = settings.integer("rope.scaling.original_context_length")
-    for name in ("beta_fast", "beta_slow"):
+    for name, key in (("beta_fast", "beta_fast"), ("beta_slow", "beta_slow"), ("attn_factor", "attention_factor")):
         if settings.has(f"rope.scaling.yarn_{name}"):
-            rope[name] = settings.number(f"rope.scaling.yarn_{name}")
-    if settings.has("rope.scaling.yarn_attn_factor"):
-        # Of what YaRN has by its factor.
-        rope["attention_factor"] = settings.number("rope.scaling.yarn_attn_factor") * (0.1 * math.log(factor) + 1)
+            rope[key] = settings.number(f"rope.scaling.yarn_{name}")
     return rope
 
 

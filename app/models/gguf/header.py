@@ -27,7 +27,7 @@ _LFS_POINTER = b"vers"  # of "version https://git-lfs"
 _VERSIONS = (2, 3)
 _PIECE_BYTES = 1 << 20
 # Largest header that is read; the longest known ones, of 260,000 tokens with merges, have 16 MiB.
-_MOST_HEADER_BYTES = 256 << 20
+_MOST_HEADER_BYTES = 64 << 20
 _MOST_DIMENSIONS = 4
 _MOST_ALIGNMENT = 1 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}

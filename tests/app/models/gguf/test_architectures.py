@@ -34,6 +34,7 @@ SIZES = {
 }
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+OWN_YARN = YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.25}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128}
 LONGROPE |= {"long_factor": [1.5 + i for i in range(8)], "short_factor": [1.0 + i / 8 for i in range(8)]}
 # Name: architecture, class, settings of the config.
@@ -46,6 +47,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("llama", "Mistral", {"head_dim": 16, "sliding_window": None}),
     "qwen2": ("qwen2", "Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2, yarn": ("qwen2", "Qwen2", {"rope_parameters": YARN}),
+    "qwen2, yarn of its own": ("qwen2", "Qwen2", {"rope_parameters": OWN_YARN}),
     "qwen3": ("qwen3", "Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", "SmolLM3", {"num_hidden_layers": 5}),
     "granite": (
@@ -146,6 +148,9 @@ def rope_facts(architecture: str, config: Any, tensors: dict[str, Tensor]) -> di
         facts |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
         if original := rope.get("original_max_position_embeddings"):
             facts["rope.scaling.original_context_length"] = original
+        for key in ("beta_fast", "beta_slow", "attention_factor"):
+            if key in rope:
+                facts[f"rope.scaling.yarn_{key.replace('attention', 'attn')}"] = rope[key]
     return facts
 
 
@@ -209,6 +214,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "none": ({"general.architecture": 3}, "does not say its general.architecture"),
     "experts": ({"llama.expert_count": 8}, "is a mixture of 8 experts"),
+    "an encoder": ({"llama.attention.causal": False}, "is an encoder (attention.causal)"),
     "missing": ({"llama.block_count": None}, "lacks llama.block_count"),
     "a text": ({"llama.block_count": "2"}, "has llama.block_count '2'; it must be of the type int"),
     "negative": ({"llama.embedding_length": -64}, "it must be of the type int, at least 0"),

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from folio.app.models.gguf.files import read_gguf
 from folio.app.models.gguf.folder import FILES, metadata_folder
-from folio.app.models.gguf.header import read_gguf
 from folio.app.models.named import NAMED, SMOLLM2, cache_folder
 from folio.app.models.quantised.gguf import GgufCheckpoint
 from folio.kernels import QuantisedWeight

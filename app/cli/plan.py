@@ -98,11 +98,12 @@ def plan(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from folio.app.config.engine import EngineConfig
     from folio.app.engine.memory.size import ModelSize
+    from folio.app.models.gguf.names import planned_gguf
 
     with _errors_only():
         size = ModelSize(
             EngineConfig(
-                model=model,
+                model=planned_gguf(model) or model,
                 device=target.kind,
                 dtype=dtype,
                 kv_dtype=kv_dtype,
@@ -114,7 +115,7 @@ def plan(
                 kv_view=kv_view,
             )
         )
-        figures = plan_figures(size, target, tokens)
+        figures = plan_figures(size, target, tokens) | {"model": model}
     if as_json:
         print(json.dumps(figures))
     else:

@@ -27,6 +27,7 @@ from folio.app.engine.model.loader import LoadedModel, describe_model, load_conf
 from folio.app.engine.model.tokenizer import one_line
 from folio.app.errors import ConfigError, ModelError
 from folio.app.models.builtin import resolve_model
+from folio.app.models.gguf.folder import packed_bytes
 from folio.app.models.quantised.checkpoint import open_checkpoint
 from folio.app.models.weights.key import weight_files
 from folio.kernels import Masking, VarlenBatch
@@ -150,6 +151,8 @@ class ModelSize:
 def _packed_bytes(config: EngineConfig) -> int | None:
     """Bytes of the weights of a quantised checkpoint on this machine, by its files; `None`: of others."""
     folder = Path(resolve_model(config.model))
+    if (num_bytes := packed_bytes(folder)) is not None:
+        return num_bytes
     if config.load_format != "auto" or not folder.is_dir() or open_checkpoint(folder) is None:
         return None
     return sum(path.stat().st_size for path in weight_files(str(folder)))

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from folio.app.models.gguf.architectures import ARCHITECTURES, architecture_name
-from folio.app.models.gguf.header import GgufHeader, read_numbers
+from folio.app.models.gguf.header import GgufHeader
 from folio.app.models.gguf.settings import Settings
 
 # Llama 3's rope, of which a file has the factors only.
@@ -137,9 +137,9 @@ def _rope(header: GgufHeader, settings: Settings, head_dim: int) -> dict[str, An
     """Raises `ValueError` for scaling that is not known."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": settings.number("rope.freq_base", 10000.0)}
     factors = {
-        kind: read_numbers(tensor)
+        kind: list(header.numbers[name])
         for kind in ("freqs", "factors_long", "factors_short")
-        if (tensor := header.tensors.get(f"rope_{kind}.weight")) is not None
+        if (name := f"rope_{kind}.weight") in header.numbers
     }
     if "factors_long" in factors and "factors_short" in factors:
         original = settings.integer("rope.scaling.original_context_length")

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 FILES = "gguf.json"
 # Changes with the contents of the folders.
-_FORM = 1
+_FORM = 2
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
@@ -39,6 +39,12 @@ def gguf_files(folder: Path) -> tuple[Path, ...]:
     """The GGUF files that a folder of metadata stands for; none if it is another folder."""
     path = folder / FILES
     return tuple(map(Path, json.loads(path.read_bytes())["files"])) if path.is_file() else ()
+
+
+def packed_bytes(folder: Path) -> int | None:
+    """Bytes of the tensors in the GGUF files of a folder of metadata; `None` for another folder."""
+    path = folder / FILES
+    return int(json.loads(path.read_bytes())["num_bytes"]) if path.is_file() else None
 
 
 def metadata_folder(header: GgufHeader, parents: Iterable[Path]) -> Path:
@@ -118,7 +124,7 @@ def _documents(header: GgufHeader, files: list[str]) -> dict[str, dict[str, Any]
             **tokenizer.special,
             **_templates(settings, tokenizer),
         },
-        FILES: {"files": files},
+        FILES: {"files": files, "num_bytes": header.num_bytes},
     }
 
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import re
-import stat
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
 
-_Path = TypeVar("_Path", bound=PurePath)
 Setting: TypeAlias = "str | int | float | bool | tuple[Any, ...]"
+# (number of bytes, offset) → bytes of the file, fewer where it ends.
+Read: TypeAlias = Callable[[int, int], bytes]
 
 MAGIC = b"GGUF"
 _LFS_POINTER = b"vers"  # of "version https://git-lfs"
@@ -73,7 +71,6 @@ READ_KINDS = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS", "MXFP4"),
 )
-_PART = re.compile(r"(?P<name>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +98,14 @@ class GgufHeader:
     Attributes:
         files: of the model, the named one if it is not split.
         digest: of all headers.
+        numbers: values of the tensors `rope_…`, which belong to the config.
     """
 
     files: tuple[Path, ...]
     settings: Mapping[str, Setting]
     tensors: Mapping[str, GgufTensor]
     digest: str
+    numbers: Mapping[str, tuple[float, ...]]
 
     @property
     def num_values(self) -> int:
@@ -118,89 +117,21 @@ class GgufHeader:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
-def read_gguf(path: Path) -> GgufHeader:
-    """The header of a file, or of all files of a model that is split (`NAME-00001-of-00003.gguf`), by any of them.
+class HeaderReader:
+    """Reads the header of one file, in pieces as they are needed.
 
-    Raises:
-        ValueError: with a sentence for the user: a file is missing, truncated or damaged.
+    Args:
+        path: for messages and the tensors.
+        num_bytes: of the file.
     """
-    files = parts_of(path)
-    for file in files:
-        if not file.is_file():
-            of = f", one of {len(files)} files of the model" if len(files) > 1 else ""
-            raise ValueError(f"{file}{of} is not there")
-    headers = [_read_file(file) for file in files]
-    first = headers[0]
-    tensors: dict[str, GgufTensor] = {}
-    for number, header in enumerate(headers):
-        if (count := header.settings.get("split.count", 1)) != len(files):
-            raise ValueError(
-                f"{header.files[0]} is of a model of {count} files (split.count), and there are {len(files)}"
-            )
-        if header.settings.get("split.no", number) != number:
-            raise ValueError(f"{header.files[0]} is part {number + 1} by its name, and has another split.no")
-        if twice := tensors.keys() & header.tensors.keys():
-            raise ValueError(f"{header.files[0]} has the tensor {min(twice)!r}, and so has a file before it")
-        tensors |= header.tensors
-    if (count := first.settings.get("split.tensors.count", len(tensors))) != len(tensors):
-        raise ValueError(f"{path} and its other files have {len(tensors)} tensors; split.tensors.count says {count}")
-    digest = hashlib.sha256("".join(header.digest for header in headers).encode()).hexdigest()
-    return replace(first, files=files, tensors=tensors, digest=digest)
 
-
-def parts_of(path: _Path) -> tuple[_Path, ...]:
-    """Paths of all files of the model that the file is a part of, by its name. Raises `ValueError` if it is wrong."""
-    if (found := _PART.fullmatch(path.name)) is None:
-        return (path,)
-    part, parts = int(found["part"]), int(found["parts"])
-    if not 1 <= part <= parts:
-        raise ValueError(f"{path} is part {part} of {parts} by its name")
-    name = f"{found['name']}-{{:05}}-of-{found['parts']}{path.suffix}"
-    return tuple(path.with_name(name.format(number)) for number in range(1, parts + 1))
-
-
-def is_first_or_whole(path: PurePath) -> bool:
-    """Whether the file stands for a model: it is not split, or the first part."""
-    return (found := _PART.fullmatch(path.name)) is None or int(found["part"]) == 1
-
-
-def read_numbers(tensor: GgufTensor) -> list[float]:
-    """The values of a small tensor in F32. Raises `ValueError`."""
-    if tensor.kind != "F32" or tensor.num_bytes > _PIECE_BYTES:
-        raise ValueError(f"{tensor.file} has the tensor {tensor.name!r} in {tensor.kind}, {tensor.num_bytes} bytes")
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.offset)
-        data = file.read(tensor.num_bytes)
-    if len(data) < tensor.num_bytes:
-        raise ValueError(f"{tensor.file} is truncated while it is read")
-    return list(struct.unpack(f"<{tensor.num_bytes // 4}f", data))
-
-
-def _read_file(path: Path) -> GgufHeader:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path} is no regular file")
-        return _Reader(path, fd, found.st_size).header()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    finally:
-        os.close(fd)
-
-
-class _Reader:
-    """Reads one header, in pieces as they are needed."""
-
-    def __init__(self, path: Path, fd: int, num_bytes: int) -> None:
-        self._path, self._fd, self._num_bytes = path, fd, num_bytes
+    def __init__(self, path: Path, num_bytes: int, read: Read) -> None:
+        self._path, self._num_bytes, self._read = path, num_bytes, read
         self._data = bytearray()
         self._position = 0
 
     def header(self) -> GgufHeader:
+        """Raises `ValueError` with a sentence for the user, and what `read` raises."""
         self._check_start()
         num_tensors, num_settings = self._unpack("<QQ", "its start")
         self._check_count(num_settings, 13, "settings")
@@ -217,7 +148,9 @@ class _Reader:
         found = [self._tensor() for _ in range(num_tensors)]
         start = -(-self._position // alignment) * alignment
         digest = hashlib.sha256(memoryview(self._data)[: self._position]).hexdigest()
-        return GgufHeader((self._path,), settings, dict(self._placed(found, start, alignment)), digest)
+        tensors = dict(self._placed(found, start, alignment))
+        numbers = {tensor.name: self._numbers(tensor) for tensor in tensors.values() if "rope_" in tensor.name}
+        return GgufHeader((self._path,), settings, tensors, digest, numbers)
 
     def _check_start(self) -> None:
         start = bytes(self._take(4, "its first 4 bytes"))
@@ -283,6 +216,15 @@ class _Reader:
                 )
             yield name, GgufTensor(name, kind, shape, self._path, start + offset, size)
 
+    def _numbers(self, tensor: GgufTensor) -> tuple[float, ...]:
+        if tensor.kind != "F32" or tensor.num_bytes > _PIECE_BYTES:
+            raise self._fault(
+                f"the tensor {tensor.name!r} has {tensor.num_bytes} bytes in {tensor.kind}, not a few in F32"
+            )
+        if len(data := self._read(tensor.num_bytes, tensor.offset)) < tensor.num_bytes:
+            raise self._fault("it is truncated while it is read")
+        return struct.unpack(f"<{tensor.num_bytes // 4}f", data)
+
     def _string(self, what: str) -> str:
         (length,) = self._unpack("<Q", what)
         try:
@@ -307,9 +249,9 @@ class _Reader:
             bound = f"the file's {self._num_bytes} bytes" if end > self._num_bytes else f"{_MOST_HEADER_BYTES} bytes"
             raise self._fault(f"{what} ends at byte {end}, beyond {bound}: it is truncated or damaged")
         while len(self._data) < end:
-            wanted = min(max(end - len(self._data), _PIECE_BYTES), self._limit - len(self._data))
-            if not (part := os.pread(self._fd, wanted, len(self._data))):
-                raise self._fault("the file is truncated while it is read")
+            wanted = max(end - len(self._data), len(self._data), _PIECE_BYTES)  # of a remote file ever more at once
+            if not (part := self._read(min(wanted, self._limit - len(self._data)), len(self._data))):
+                raise self._fault("it is truncated while it is read")
             self._data += part
         self._position = end
         return self._data[start:end]

@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path, PurePath, PurePosixPath
-from typing import TypeVar
+from typing import IO, TypeVar
 
-from folio.app.models.gguf.header import is_first_or_whole, parts_of
+from folio.app.models.gguf.files import is_first_or_whole, joined, parts_of
+from folio.app.models.gguf.header import GgufHeader, HeaderReader
 
 _Path = TypeVar("_Path", bound=PurePath)
+# Read at once of a remote file.
+_BLOCK_BYTES = 1 << 20
 _DEFAULT_KIND = "Q4_K_M"
 _NAME = re.compile(
     r"(?P<host>(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repo>[\w.-]+/[\w.-]*?(?P<gguf>-gguf)?)(?::(?P<kind>[\w.-]+))?",
@@ -30,6 +33,11 @@ def is_hub_file(model: str) -> bool:
 def models_among(files: Iterable[_Path]) -> list[_Path]:
     """Of each model its only or its first file."""
     return [file for file in files if is_first_or_whole(file) and not _OTHER_PARTS.search(file.name)]
+
+
+def is_downloaded(model: str) -> bool:
+    repo, kind = _parsed(model)
+    return _cached(repo, kind or _DEFAULT_KIND) is not None
 
 
 @lru_cache
@@ -57,11 +65,37 @@ def fetch(model: str) -> Path:
         name = chosen(repo, HfApi().list_repo_files(repo), kind)
         wanted = [glob.escape(str(part)) for part in parts_of(PurePosixPath(name))]
         return Path(snapshot_download(repo, allow_patterns=wanted)) / name
-    except ValueError:
-        raise
     except Exception as error:  # noqa: BLE001 - of httpx or httpx2, by the Hub client's version, among others
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{repo} cannot be downloaded: {lines[0]}") from None
+        raise _unreached(repo, error) from None
+
+
+def remote_header(model: str) -> GgufHeader:
+    """The header of a model on the Hub; nothing else of its files is read. Raises `ValueError`."""
+    from huggingface_hub import HfApi, HfFileSystem  # not with this module: it takes a while
+
+    repo, kind = _parsed(model)
+    try:
+        name = chosen(repo, HfApi().list_repo_files(repo), kind)
+        files, headers = HfFileSystem(), []
+        for part in parts_of(PurePosixPath(repo) / name):
+            with files.open(str(part), "rb", block_size=_BLOCK_BYTES) as file:
+
+                def read(count: int, offset: int, file: IO[bytes] = file) -> bytes:
+                    file.seek(offset)
+                    return file.read(count)
+
+                headers.append(HeaderReader(Path(part), file.size, read).header())
+        return joined(headers)
+    except Exception as error:  # noqa: BLE001 - as above
+        raise _unreached(repo, error) from None
+
+
+def _unreached(repo: str, error: Exception) -> ValueError:
+    """What the Hub's client raised, in one line."""
+    if isinstance(error, ValueError):
+        return error
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return ValueError(f"{repo} cannot be downloaded: {lines[0]}")
 
 
 def _parsed(model: str) -> tuple[str, str | None]:

@@ -8,9 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from folio.app.errors import ModelError
+from folio.app.models.gguf.files import parts_of, read_gguf
 from folio.app.models.gguf.folder import metadata_folder
-from folio.app.models.gguf.header import MAGIC, parts_of, read_gguf
-from folio.app.models.gguf.hub import downloaded, is_hub_file, models_among
+from folio.app.models.gguf.header import MAGIC
+from folio.app.models.gguf.hub import downloaded, is_downloaded, is_hub_file, models_among, remote_header
 from folio.app.models.named import cache_folder
 
 _SUFFIX = ".gguf"
@@ -28,6 +29,17 @@ def resolve_gguf(model: str) -> str | None:
         return _folder(file, tuple((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in states))
     except (OSError, ValueError) as error:
         raise ModelError(str(error)) from None
+
+
+def planned_gguf(model: str) -> str | None:
+    """The same folder for what needs no weights: of a Hub's file that is not on this machine its header is read, and
+    the rest not downloaded. Raises `ModelError`."""
+    try:
+        if local_file(model) is None and is_hub_file(model) and not is_downloaded(model):
+            return str(metadata_folder(remote_header(model), _parents()))
+    except (OSError, ValueError) as error:
+        raise ModelError(str(error)) from None
+    return resolve_gguf(model)
 
 
 def local_file(model: str) -> Path | None:
@@ -53,5 +65,8 @@ def _has_magic(path: Path) -> bool:
 @lru_cache
 def _folder(file: Path, states: object) -> str:
     """Args: states: of all files; others are another model."""
-    parents = cache_folder() / "gguf", Path(tempfile.gettempdir()) / f"folio-gguf-{os.geteuid()}"
-    return str(metadata_folder(read_gguf(file), parents))
+    return str(metadata_folder(read_gguf(file), _parents()))
+
+
+def _parents() -> tuple[Path, Path]:
+    return cache_folder() / "gguf", Path(tempfile.gettempdir()) / f"folio-gguf-{os.geteuid()}"

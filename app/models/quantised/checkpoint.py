@@ -10,8 +10,8 @@ import torch
 
 from folio.app.config.quantised import read_scheme
 from folio.app.errors import ModelError
+from folio.app.models.gguf.files import read_gguf
 from folio.app.models.gguf.folder import gguf_files
-from folio.app.models.gguf.header import read_gguf
 from folio.app.models.quantised import awq, compressed, gptq, nf4
 from folio.app.models.quantised import fp8 as float8
 from folio.app.models.quantised.files import TensorFiles

@@ -107,7 +107,7 @@ def test_everything_stays_packed(tmp_path: Path) -> None:
 
 
 def _tensors(path: Path) -> list[Any]:
-    from folio.app.models.gguf.header import read_gguf
+    from folio.app.models.gguf.files import read_gguf
 
     return list(read_gguf(path).tensors.values())
 

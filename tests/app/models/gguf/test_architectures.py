@@ -13,7 +13,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from folio.app.models.gguf.config import model_config
-from folio.app.models.gguf.header import GgufHeader, read_gguf
+from folio.app.models.gguf.files import read_gguf
+from folio.app.models.gguf.header import GgufHeader
 from folio.app.models.quantised.gguf import GgufCheckpoint
 from folio.kernels import QuantisedWeight
 from tests.app.models.gguf.files import Tensor, dense, tiny_llama, write_gguf

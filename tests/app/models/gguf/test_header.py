@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from folio.app.models.gguf.header import _KINDS, READ_KINDS, is_first_or_whole, read_gguf
+from folio.app.models.gguf.files import is_first_or_whole, read_gguf
+from folio.app.models.gguf.header import _KINDS, READ_KINDS
 from folio.app.models.quantised.gguf_blocks import _BLOCKS, _DENSE
 from tests.app.models.gguf.files import Tensor, gguf_bytes, split, tiny_llama, write_gguf
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -18,12 +19,12 @@ from folio.app.cli.main import main
 from folio.app.config.checkpoint import checkpoint_faults, weight_bytes
 from folio.app.errors import ModelError
 from folio.app.models.builtin import BUILTIN_FOLDER, local_folder, resolve_model
-from folio.app.models.gguf.folder import gguf_files, metadata_folder
-from folio.app.models.gguf.header import read_gguf
+from folio.app.models.gguf.files import read_gguf
+from folio.app.models.gguf.folder import gguf_files, metadata_folder, packed_bytes
 from folio.app.models.gguf.hub import chosen, is_hub_file
 from folio.app.models.quantised.checkpoint import open_checkpoint
 from folio.app.models.weights.key import weight_files
-from tests.app.models.gguf.files import gguf_bytes, split, tiny_llama, write_gguf
+from tests.app.models.gguf.files import Tensor, gguf_bytes, split, tiny_llama, write_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -172,12 +173,28 @@ class _Hub(BaseHTTPRequestHandler):
 
     files: ClassVar[dict[str, bytes]] = {}
     requests: ClassVar[list[str]] = []
+    sent: ClassVar[list[int]] = [0]
 
     def do_GET(self) -> None:
         self._answer(body=True)
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
+
+    def do_POST(self) -> None:
+        """Facts of paths."""
+        paths = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["paths"]
+        found = [
+            {"type": "file", "path": path, "size": len(self.files[path]), "oid": "0" * 40, "lastCommit": None}
+            for path in paths
+            if path in self.files
+        ]
+        content = json.dumps(found).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def _answer(self, *, body: bool) -> None:
         self.requests.append(f"{self.command} {self.path}")
@@ -200,7 +217,13 @@ class _Hub(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        self.send_response(200)
+        status, whole = 200, content
+        if found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            status, content = 206, whole[int(found[1]) : int(found[2]) + 1]
+        self.send_response(status)
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {found[1]}-{found[2]}/{len(whole)}")
+        self.sent[0] += len(content) * body
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("ETag", f'"{abs(hash(content)):040}"')
@@ -230,9 +253,11 @@ def hub(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
-def resolved(tmp_path: Path, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def resolved(
+    tmp_path: Path, name: str, call: str = "models.builtin import resolve_model", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the Hub's client reads its environment once."""
-    program = "import sys; from folio.app.models.builtin import resolve_model; print(resolve_model(sys.argv[1]))"
+    program = f"import sys; from folio.app.{call} as find; print(find(sys.argv[1]))"
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"} | environment
     command = [sys.executable, "-c", program, name]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -263,3 +288,21 @@ def test_files_that_the_hub_lacks(tmp_path: Path, hub: str) -> None:
     assert "owner/none cannot be downloaded: " in resolved(tmp_path, "owner/none:Q2_K", HF_ENDPOINT=hub).stderr
     offline = resolved(tmp_path, "owner/tiny-GGUF", HF_HUB_OFFLINE="1")
     assert "owner/tiny-GGUF cannot be downloaded: " in offline.stderr
+
+
+@pytest.mark.processes
+def test_a_plan_reads_headers_only(tmp_path: Path, hub: str) -> None:
+    """Regression: to plan a model of the Hub was to download its GGUF file."""
+    settings, tensors = tiny_llama(**{"llama.context_length": 128})
+    rest = {"blk.0.ffn_up.weight": Tensor("F32", (96, 1 << 16), bytes(96 << 18))}  # 24 MiB
+    _Hub.files["tiny-F32.gguf"] = gguf_bytes(settings, tensors | rest)
+    plan = "models.gguf.names import planned_gguf"
+    found = resolved(tmp_path, "owner/tiny-GGUF:F32", plan, HF_ENDPOINT=hub)
+    assert found.returncode == 0, found.stderr
+    folder = Path(found.stdout.strip())
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 128
+    assert packed_bytes(folder) == sum(len(tensor.data) for tensor in (tensors | rest).values())
+    assert _Hub.sent[0] < 4 << 20
+    parts = resolved(tmp_path, "owner/tiny-GGUF", plan, HF_ENDPOINT=hub)
+    assert parts.returncode == 0, parts.stderr
+    assert "has no GGUF file in Q2_K" in resolved(tmp_path, "owner/tiny-GGUF:Q2_K", plan, HF_ENDPOINT=hub).stderr

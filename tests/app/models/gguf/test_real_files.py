@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from folio.app.models.builtin import resolve_model
 from folio.app.models.gguf.architectures import parameters
-from folio.app.models.gguf.header import read_gguf
+from folio.app.models.gguf.files import read_gguf
 from folio.app.models.quantised.checkpoint import open_checkpoint
 from folio.kernels import QuantisedWeight
 

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from folio.app.models.gguf.files import read_gguf
 from folio.app.models.gguf.folder import metadata_folder
-from folio.app.models.gguf.header import read_gguf
 from folio.app.models.gguf.splits import MERGES_LATE, NORMALISED, SPLITS
 from tests.app.models.gguf.files import byte_tokens, tiny_llama, write_gguf
 

@@ -93,17 +93,16 @@ def plan(
     Only config.json is read. The numbers are those of the planner that `folio serve` uses.
     """
     target = choose_target(device, memory)
-    check_model(model)
+    checked = check_model(model)
     # transformers reports optional kernels that it lacks, and its progress.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from folio.app.config.engine import EngineConfig
     from folio.app.engine.memory.size import ModelSize
-    from folio.app.models.gguf.names import planned_gguf
 
     with _errors_only():
         size = ModelSize(
             EngineConfig(
-                model=planned_gguf(model) or model,
+                model=checked,
                 device=target.kind,
                 dtype=dtype,
                 kv_dtype=kv_dtype,
@@ -150,11 +149,13 @@ def choose_target(device: str | None, memory: int | None) -> Target:
     return Target(_CPU, "this machine", Machine.detect().memory_bytes)
 
 
-def check_model(model: str) -> None:
-    """Raise `ModelError` for a path without a model, and for weights of other formats; a Hub id is not looked up."""
+def check_model(model: str) -> str:
+    """The name by which to plan the model: of a Hub's GGUF file the folder of its metadata. Raises `ModelError` for a
+    path without a model, and for weights of other formats; another Hub id is not looked up."""
     from folio.app.config.checkpoint import format_fault, name_fault
     from folio.app.errors import ModelError
     from folio.app.models.builtin import local_folder
+    from folio.app.models.gguf.names import planned_gguf
 
     folder = local_folder(model).expanduser()
     fault = format_fault(folder) if folder.is_dir() else name_fault(model)
@@ -162,6 +163,7 @@ def check_model(model: str) -> None:
         fault = fault or "it has no config.json"
     if fault is not None:
         raise ModelError(f"cannot plan {model!r}: {fault}")
+    return planned_gguf(model) or model
 
 
 def plan_figures(size: ModelSize, target: Target, num_tokens: int) -> dict[str, Any]:

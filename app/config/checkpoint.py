@@ -119,8 +119,9 @@ def rank_faults(folder: Path, tensor_parallel_size: int) -> Iterator[str]:
 
 def weight_bytes(folder: Path) -> int:
     """Bytes of the weights in a checkpoint's files of safetensors or GGUF; 0 if it has none."""
-    found = (list(folder.glob(pattern)) for pattern in ("model.safetensors", "*.safetensors", "*.gguf"))
-    files = gguf_files(folder) or next(filter(None, found), [])
+    patterns = ("model.safetensors", "*.safetensors", "*.gguf")
+    found = (tuple(folder.glob(pattern)) for pattern in patterns)
+    files = gguf_files(folder) or next((files for files in found if files), ())
     return sum(file.stat().st_size for file in files)
 
 

@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "team.h"
 #include "vector.h"
@@ -381,12 +382,19 @@ void multiply(Team& team, const ProductWeight& weight, const T* x, const T* resi
   const int64_t num_panels = (rows + kPanelRows - 1) / kPanelRows, height = (rows + num_panels - 1) / num_panels;
   const int64_t row_words = slabs * RowsOf<T>::kSlabWords;
   const int64_t pieces = (slabs + kPackedSlabs - 1) / kPackedSlabs;
+  static thread_local std::vector<Value> own;
+  if (rows <= kOwnRows) {
+    own.resize(std::max<size_t>(own.size(), rows * row_words));
+    panels = own.data();
+    pack_rows(x, panels, rows, inputs, weight.order, 0, slabs);
+  }
   const auto panel_at = [&](int64_t panel) { return static_cast<Value*>(panels) + panel * height * row_words; };
-  team.each(num_panels * pieces, [&](int64_t i) {
-    const int64_t panel = i / pieces, begin = i % pieces * kPackedSlabs, first = panel * height;
-    pack_rows(x + first * inputs, panel_at(panel), std::min(height, rows - first), inputs, weight.order, begin,
-              std::min(slabs, begin + kPackedSlabs));
-  });
+  if (rows > kOwnRows)
+    team.each(num_panels * pieces, [&](int64_t i) {
+      const int64_t panel = i / pieces, begin = i % pieces * kPackedSlabs, first = panel * height;
+      pack_rows(x + first * inputs, panel_at(panel), std::min(height, rows - first), inputs, weight.order, begin,
+                std::min(slabs, begin + kPackedSlabs));
+    });
   const int64_t fitting = kPanelBytes / (height * row_words * int64_t(sizeof(Value)));
   const int64_t group = std::clamp<int64_t>(fitting, 1, num_panels), groups = (num_panels + group - 1) / group;
   int64_t num_items = 0;

@@ -123,7 +123,16 @@ Result run(const LayerCall& call) {
     const auto multiply = [&](const ProductWeight& weight, const T* x, const T* residual, T* out, int64_t rows) {
       call.multiply(&team, call.dtype, &weight, x, residual, out, space.panels, rows);
     };
-    const auto norm = [&](const NormWeight& by, const T* x, const T* residual, T* to, int64_t rows) {
+    // What each thread prepares for itself is the same in all of them. One that is late may read values of a later
+    // step: then the items that it prepares for are done.
+    static thread_local std::vector<T> own;
+    const bool alone = call.rows <= kOwnRows;
+    if (alone) own.resize(std::max<size_t>(own.size(), call.rows * (size + call.down.inputs)));
+    T* const normed = alone ? own.data() : space.normed;
+    T* const activated = alone ? own.data() + call.rows * size : space.activated;
+    Team single(nullptr, INT64_MAX, 0, 1);
+    Team& own_or_all = alone ? single : team;
+    const auto norm = [&](Team& team, const NormWeight& by, const T* x, const T* residual, T* to, int64_t rows) {
       norm_rows<T>(team, x, residual, static_cast<const T*>(by.weight), to, nullptr, rows, size, by.eps, by.offset);
     };
     // to = residual + the product of x, or its norm.
@@ -131,12 +140,12 @@ Result run(const LayerCall& call) {
                          int64_t rows) {
       if (!after.weight) return multiply(weight, x, residual, to, rows);
       multiply(weight, x, nullptr, space.normed, rows);
-      norm(after, space.normed, residual, to, rows);
+      norm(team, after, space.normed, residual, to, rows);
     };
     for (int64_t first = 0; first < call.rows; first += space.chunk) {
       const int64_t rows = std::min(space.chunk, call.rows - first);
-      norm(call.before_attention, hidden + first * size, nullptr, space.normed, rows);
-      multiply(call.qkv, space.normed, nullptr, heads + first * call.qkv.outputs, rows);
+      norm(own_or_all, call.before_attention, hidden + first * size, nullptr, normed, rows);
+      multiply(call.qkv, normed, nullptr, heads + first * call.qkv.outputs, rows);
     }
     // All writes first: a sequence may share a prefix that another one computes in this step.
     for (const RotaryCall& rotary : rotaries) rotary_write<T>(team, rotary);
@@ -146,10 +155,10 @@ Result run(const LayerCall& call) {
       T* const sums = out + first * size;
       const T* const attended = space.attended + first * width;
       add(call.attention_out, call.after_attention, attended, hidden + first * size, sums, rows);
-      norm(call.before_mlp, sums, nullptr, space.normed, rows);
-      multiply(call.gate_up, space.normed, nullptr, space.gate_up, rows);
-      gate_rows(team, call.activation, space.gate_up, space.activated, rows, call.down.inputs);
-      add(call.down, call.after_mlp, space.activated, sums, sums, rows);
+      norm(own_or_all, call.before_mlp, sums, nullptr, normed, rows);
+      multiply(call.gate_up, normed, nullptr, space.gate_up, rows);
+      gate_rows(own_or_all, call.activation, space.gate_up, activated, rows, call.down.inputs);
+      add(call.down, call.after_mlp, activated, sums, sums, rows);
     }
   });
   return kDone;

@@ -29,8 +29,8 @@ int64_t panel_bytes(const ProductWeight& weight, int64_t rows) {
   return 4 * (weight.parts->bits ? codes::panel_words<T>(rows, weight.inputs) : rows * (weight.inputs + 1));
 }
 
-// out [rows, outputs] = x [rows, inputs] · weight, rounded, and then plus the residual unless it is null. panels: of
-// `panel_bytes`.
+// out [rows, outputs] = x [rows, inputs] · weight, rounded, and then plus the residual unless it is null. x: the same
+// values in all threads, at one address or at several. panels: of `panel_bytes`.
 template <typename T>
 void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, void* panels,
               int64_t rows) {

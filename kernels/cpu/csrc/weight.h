@@ -31,5 +31,7 @@ struct ProductWeight {
 namespace folio {
 
 constexpr int kProductSteps = 2;  // calls of `Team::each` in a product
+// Up to here each thread prepares all rows for itself, which takes less time than to wait for the others.
+constexpr int64_t kOwnRows = 2;
 
 }  // namespace folio

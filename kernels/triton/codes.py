@@ -69,7 +69,7 @@ TILES = {
     64: (CodeTile(64, 64, 1, 4, 4), CodeTile(32, 64, 1, 2, 4)),
     128: (CodeTile(128, 128, 1, 8, 2), CodeTile(64, 128, 1, 4, 2), CodeTile(64, 64, 1, 4, 4)),
 }
-_LOOKED_UP_SLABS = 32
+LOOK_UP = CodeTile(16, 1, 8, 4, 1)
 _FULL_WAVE = 0.9  # of the processors
 
 
@@ -306,12 +306,11 @@ class TritonCodes:
         that are not there are undefined."""
         out = torch.empty(*outputs.shape, weight.inputs, dtype=weight.dtype, device=outputs.device)
         if outputs.numel():
-            slabs = min(_LOOKED_UP_SLABS, triton.next_power_of_2(-(-weight.inputs // _SLAB.value)))
-            tile, first = CodeTile(1, 1, slabs, 4, 1), 0
+            grid, first = (triton.cdiv(outputs.numel(), LOOK_UP.outputs), 1, 1), 0
             tensors = {"ids_ptr": outputs.contiguous(), "order_ptr": weight.order, "out_ptr": out}
             for part in weight.parts:
-                grid = outputs.numel(), 1, 1
-                self._launch(weight, part, tile, grid, tensors, weight.inputs, num_rows=grid[0], first_output=first)
+                numbers = {"num_rows": outputs.numel(), "first_output": first}
+                self._launch(weight, part, LOOK_UP, grid, tensors, weight.inputs, **numbers)
                 first += part.outputs
         return out
 

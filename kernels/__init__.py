@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from folio.kernels.cpu.collectives import SharedGroup, shared_group_bytes
     from folio.kernels.cpu.ops import CpuElementwise, CpuLinear
     from folio.kernels.elementwise import Activation, Elementwise, HeadNorm, RotaryWrite, select_elementwise
-    from folio.kernels.product import FewRowProduct, select_product
+    from folio.kernels.product import FewRowProduct, PackedProduct, select_packed_product, select_product
     from folio.kernels.provider import AttentionProvider, CacheScales, Masking, VarlenBatch
     from folio.kernels.quantised import QuantisedWeight, quantise, rounded_scales
     from folio.kernels.select import PROVIDERS, select_provider
@@ -34,6 +34,7 @@ __all__ = [
     "HeadNorm",
     "KernelError",
     "Masking",
+    "PackedProduct",
     "QuantisedWeight",
     "RotaryWrite",
     "SharedGroup",
@@ -46,6 +47,7 @@ __all__ = [
     "rounded_scales",
     "select_block_copy",
     "select_elementwise",
+    "select_packed_product",
     "select_product",
     "select_provider",
     "shared_group_bytes",
@@ -68,6 +70,8 @@ _NEED_TORCH = {
     "RotaryWrite": "folio.kernels.elementwise",
     "select_elementwise": "folio.kernels.elementwise",
     "FewRowProduct": "folio.kernels.product",
+    "PackedProduct": "folio.kernels.product",
+    "select_packed_product": "folio.kernels.product",
     "select_product": "folio.kernels.product",
     "AttentionProvider": "folio.kernels.provider",
     "CacheScales": "folio.kernels.provider",

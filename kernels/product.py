@@ -1,13 +1,17 @@
-"""Products of few rows with a weight, as a variant beside torch's: their interface."""
+"""Products beside torch's: of few rows, and with packed weights. Their interfaces."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from folio.kernels.errors import KernelError
+
+if TYPE_CHECKING:
+    from folio.kernels.cpu.ops import PackedWeight
+    from folio.kernels.quantised import QuantisedWeight
 
 
 class FewRowProduct(Protocol):
@@ -46,4 +50,38 @@ def select_product(device: torch.device, *, dependent: bool = False) -> FewRowPr
         )
     except ImportError as error:
         raise KernelError(f"products of few rows need the package triton: {error}") from error
+    return product
+
+
+class PackedProduct(Protocol):
+    """`x @ weight.T + bias` with packed weights, for one device: `CpuLinear`, and `TritonCodes` on CUDA."""
+
+    def unsupported(self, dtype: torch.dtype) -> str | None:
+        """Why there are no products in this dtype, as a sentence; `None` if there are."""
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight | None:
+        """A plain weight `[outputs, inputs]`, packed; `None` if torch's product is the one to use."""
+
+    def pack_quantised(self, weight: QuantisedWeight, dtype: torch.dtype) -> PackedWeight:
+        """A quantised weight, packed on the device for inputs and results of a dtype. Several with the same inputs can
+        be joined by their `parts`."""
+
+    def merged(self, weight: PackedWeight) -> PackedWeight:
+        """The same weight, in as few parts as is best for `__call__`."""
+
+    def rows(self, weight: PackedWeight, outputs: torch.Tensor) -> torch.Tensor:
+        """The values `[..., inputs]` of these outputs, int64 `[...]`, of a quantised weight."""
+
+    def __call__(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The product of `x [..., inputs]`, plus `bias [outputs]`: `[..., outputs]`, all of the weight's dtype."""
+
+
+def select_packed_product(device: torch.device) -> PackedProduct:
+    """The product with packed weights for a device. Raises `KernelError` if there is none here."""
+    name, package = ("cpu.ops", "a C++ compiler") if device.type == "cpu" else ("triton.codes", "the package triton")
+    try:
+        module = importlib.import_module(f"folio.kernels.{name}")
+    except ImportError as error:
+        raise KernelError(f"products with packed weights need {package}: {error}") from error
+    product: PackedProduct = module.CpuLinear() if device.type == "cpu" else module.TritonCodes(device)
     return product

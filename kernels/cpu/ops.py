@@ -194,6 +194,10 @@ class CpuLinear:
         )
         return PackedWeight((part,), inputs, dtype, None if weight.order is None else weight.order.int())
 
+    def merged(self, weight: PackedWeight) -> PackedWeight:
+        """The weight itself: its parts are multiplied in one call."""
+        return weight
+
     def rows(self, weight: PackedWeight, outputs: torch.Tensor) -> torch.Tensor:
         """The values `[..., inputs]` of these outputs, int64 `[...]`, of a quantised weight, such as those of an
         embedding. Raises `IndexError` if one is not there."""

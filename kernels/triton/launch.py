@@ -72,20 +72,23 @@ class Launch:
             self._values = [_address(arguments[name]) for name in function.arg_names]
             self._places = [function.arg_names.index(name) for name in changing]
 
-    def __call__(self, grid: tuple[int, int, int], *tensors: torch.Tensor) -> None:
-        """Launch with these tensors in place of the changing ones, in their order."""
+    def __call__(self, grid: tuple[int, int, int], *tensors: torch.Tensor, **numbers: int) -> None:
+        """Launch with these tensors in place of the changing ones, in their order, and these numbers, for which the
+        kernel is not specialised."""
         with self._device:
             if self._compiled is not None:
                 values, bits = self._values, 0
                 for place, tensor in zip(self._places, tensors, strict=True):
                     address = values[place] = tensor.data_ptr()
                     bits |= address
+                for name, number in numbers.items():
+                    values[self._function.arg_names.index(name)] = number
                 if not bits % _ALIGNMENT:
                     self._compiled[grid](*values)
                     return
             # The interpreter, or addresses of which the compiled kernel would assume too much.
             replaced = zip(self._changing, tensors, strict=True)
-            self._function[grid](**self._others, **dict(replaced), **self._options)
+            self._function[grid](**(self._others | dict(replaced) | numbers), **self._options)
 
 
 def _kind(value: Any) -> object:

@@ -175,7 +175,7 @@ class TritonProduct(FewRowProduct):
                 f"x {list(x.shape)} {x.dtype} with a weight {list(weight.shape)} {weight.dtype}: a Triton product is "
                 f"of at most {self.max_rows} rows of the weight's dtype and inputs"
             )
-        tile = self._tile or choose_tile(num_outputs, _num_processors(x.device))
+        tile = self._tile or choose_tile(num_outputs, num_processors(x.device))
         arguments = {
             "x_ptr": x.contiguous(),
             "weight_ptr": weight,
@@ -206,7 +206,7 @@ def choose_tile(num_outputs: int, num_processors: int) -> ProductTile:
     return next(filling, _TILES[-1])
 
 
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

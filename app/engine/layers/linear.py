@@ -1,5 +1,5 @@
-"""Linear layers with other kernels than torch's: on CPUs weights are packed once, at load; on CUDA products of few rows
-have a kernel of their own, for decode steps."""
+"""Linear layers with other kernels than torch's: on CPUs weights are packed once, at load, and on CUDA quantised ones;
+there products of few rows have a kernel of their own, for decode steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from folio.app.compat.torch import onednn_linear, onednn_pack, onednn_supports
 from folio.app.engine.layers.fusion import FusedAttention
 from folio.app.errors import ConfigError
-from folio.kernels import CpuLinear, FewRowProduct, KernelError, has_matrix_tiles, quantise
+from folio.kernels import CpuLinear, FewRowProduct, KernelError, PackedProduct, has_matrix_tiles, quantise
 from folio.kernels.cpu.ops import PackedWeight
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def choose_product(dtype: torch.dtype, *, bits: Literal[4, 8] | None = None, mov
 
 
 def pack_linears(model: nn.Module, pack: Callable[[str, nn.Module], PackedLinear | None], prefix: str = "") -> int:
-    """Replace linear layers of a CPU model by what `pack(path, layer)` makes of them, unless it is `None`; return the
+    """Replace linear layers by what `pack(path, layer)` makes of them, unless it is `None`; return the
     number. Unpacked weights are freed unless an embedding shares them."""
     num_packed = 0
     # One at a time, without references to replaced layers: while one is packed its weight exists twice.
@@ -149,15 +149,16 @@ class PackedEmbedding(nn.Module):
         packed: `[num_embeddings, embedding_dim]`, shared with an output layer if they are tied.
     """
 
-    def __init__(self, original: nn.Embedding, packed: PackedWeight, linear: CpuLinear) -> None:
+    def __init__(self, original: nn.Embedding, packed: PackedWeight, linear: PackedProduct) -> None:
         super().__init__()
-        original.weight = nn.Parameter(torch.empty(0, packed.inputs, dtype=packed.dtype), requires_grad=False)
+        nothing = torch.empty(0, packed.inputs, dtype=packed.dtype, device=packed.parts[0].codes.device)
+        original.weight = nn.Parameter(nothing, requires_grad=False)
         original.padding_idx = None  # of training
         self.original, self.packed, self._linear = original, packed, linear
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         rows = self._linear.rows(self.packed, token_ids)
-        places = torch.arange(token_ids.numel()).view_as(token_ids)
+        places = torch.arange(token_ids.numel(), device=token_ids.device).view_as(token_ids)
         out: torch.Tensor = functional_call(self.original, {"weight": rows.flatten(0, -2)}, (places,))
         return out
 

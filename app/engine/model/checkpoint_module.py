@@ -29,7 +29,7 @@ from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.layers.linear import choose_product, pack_linears, packed_by, use_few_row_products
 from folio.app.engine.layers.sharding import ShardPlan, load_share
 from folio.app.engine.model.pooling import Pooling, is_classifier
-from folio.app.engine.model.quantised_module import Descriptions, QuantisedLoader, described, embed_as, packed_as
+from folio.app.engine.model.quantised_module import Descriptions, Fuse, QuantisedLoader, described, embed_as, packed_as
 from folio.app.engine.model.tokenizer import one_line
 from folio.app.engine.tensor_parallel.communicator import Communicator
 from folio.app.errors import ConfigError, ModelError
@@ -37,7 +37,7 @@ from folio.app.models.builtin import resolve_model
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint, open_checkpoint
 from folio.app.models.weights.key import weight_files
 from folio.app.models.weights.model_parts import fingerprint
-from folio.kernels import CpuLinear, KernelError, select_elementwise, select_product
+from folio.kernels import FewRowProduct, KernelError, select_elementwise, select_packed_product, select_product
 
 logger = logging.getLogger(__name__)
 
@@ -134,16 +134,13 @@ def _quantised_module(
 ) -> MadeModule:
     """The module with the checkpoint's codes. Raises `ConfigError` where they cannot be computed with."""
     name = config.model
-    if config.device != "cpu" or comm is not None:
-        where = config.device if comm is None else f"{comm.size} ranks"
-        raise ConfigError(
-            f"the weights of {name!r} are quantised, which is for CPUs and one rank so far, not for {where}"
-        )
+    if comm is not None:
+        raise ConfigError(f"the weights of {name!r} are quantised, which is for one rank so far, not for {comm.size}")
     if config.quantization != "none":
         raise ConfigError(f"quantization is {config.quantization!r}, but {name!r} is quantised already; use 'none'")
-    dtype = quantised_dtype(config, hf_config)
+    device, dtype = torch.device(config.device), quantised_dtype(config, hf_config)
     try:
-        linear, reason = CpuLinear(), None
+        linear = select_packed_product(device)
         reason = linear.unsupported(dtype)
     except KernelError as error:
         reason = str(error)
@@ -161,16 +158,14 @@ def _quantised_module(
     _check_attention(module, name, hf_config)
     module.eval().requires_grad_(False)
     recurrent_layers = recurrent.install(module)
-    ops = select_elementwise(torch.device("cpu"))
-
-    def fuse(model: nn.Module, record: FusionRecord) -> int:
-        return sum(one(model, ops, record) for one in (fuse_modules, fuse_attention, fuse_layers))
-
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # buffers
+    fuse, few = _fusion(config)
     try:
-        num_fused = QuantisedLoader(module, checkpoint, linear).load(fuse, record)
+        num_fused = QuantisedLoader(module, checkpoint, linear, device).load(fuse, record)
     except ModelError as error:
         raise ModelError(f"cannot load {name!r}: {error}") from error
-    logger.info("fused %d modules; quantised weights stay packed", num_fused)
+    num_few = 0 if few is None else use_few_row_products(module, few)
+    logger.info("fused %d modules, %d with products of few rows; quantised weights stay packed", num_fused, num_few)
     generates = pooling is None or not is_classifier(hf_config)
     return MadeModule(module, None, generates, recurrent_layers, record)
 
@@ -301,7 +296,8 @@ def optimise(
     movable: bool,
     packed: Descriptions | None = None,
 ) -> None:
-    """Fuse layers; for a CPU, pack linear layers. The module is on the settings' device, or on torch's meta device.
+    """Fuse layers; pack linear layers for a CPU, and quantised ones. The module is on the settings' device, or on
+    torch's meta device.
 
     Args:
         packed: quantised weights of a module on torch's meta device.
@@ -311,22 +307,10 @@ def optimise(
     """
     device, bits = torch.device(config.device), _BITS[config.quantization]
     product = choose_product(module.dtype, bits=bits, movable=movable) if device.type == "cpu" else None
-    few_rows, dependent = config.few_row_products, config.dependent_launch
-    try:
-        ops = select_elementwise(device, dependent=dependent)
-        few = select_product(device, dependent=dependent) if few_rows else None
-        num_fused = sum(fuse(module, ops, record) for fuse in (fuse_modules, fuse_attention, fuse_layers))
-    except KernelError as error:
-        if few_rows or dependent:
-            raise ConfigError(
-                f"few_row_products is {few_rows} and dependent_launch {dependent}, which {device} cannot do: {error}; "
-                "leave both out"
-            ) from error
-        num_fused, few = 0, None
-        logger.warning("layers stay unfused: %s", error)
-    num_packed = 0
+    fuse, few = _fusion(config)
+    num_fused, num_packed = fuse(module, record), 0
     if packed:
-        linear = CpuLinear()
+        linear = select_packed_product(device)
         embed_as(module, packed, linear)
         num_packed = pack_linears(module, packed_as(packed, linear))
     elif product is not None:
@@ -335,6 +319,23 @@ def optimise(
     logger.info(
         "fused %d modules, packed %d linear layers, %d with products of few rows", num_fused, num_packed, num_few
     )
+
+
+def _fusion(config: ResolvedConfig) -> tuple[Fuse, FewRowProduct | None]:
+    """What fuses layers for the settings' device, and its product of few rows if they ask for it."""
+    device, few_rows, dependent = torch.device(config.device), config.few_row_products, config.dependent_launch
+    try:
+        ops = select_elementwise(device, dependent=dependent)
+        few = select_product(device, dependent=dependent) if few_rows else None
+    except KernelError as error:
+        if few_rows or dependent:
+            raise ConfigError(
+                f"few_row_products is {few_rows} and dependent_launch {dependent}, which {device} cannot do: {error}; "
+                "leave both out"
+            ) from error
+        logger.warning("layers stay unfused: %s", error)
+        return lambda module, record: 0, None
+    return lambda module, record: sum(f(module, ops, record) for f in (fuse_modules, fuse_attention, fuse_layers)), few
 
 
 def _outside_the_interface(model: str, config: PreTrainedConfig) -> ModelError:

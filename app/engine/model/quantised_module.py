@@ -16,7 +16,7 @@ from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear, pack_linears
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
-from folio.kernels import CpuLinear, QuantisedWeight
+from folio.kernels import PackedProduct, QuantisedWeight
 from folio.kernels.cpu.ops import PackedWeight, WeightPart
 
 logger = logging.getLogger(__name__)
@@ -30,12 +30,17 @@ Descriptions = Mapping[str, Any]
 class QuantisedLoader:
     """Fills a module, whose parameters are on torch's meta device, from a checkpoint.
 
+    Args:
+        linear: of the device.
+
     Raises:
         ModelError: the checkpoint lacks weights, or has others than the module.
     """
 
-    def __init__(self, module: PreTrainedModel, checkpoint: QuantisedCheckpoint, linear: CpuLinear) -> None:
-        self._module, self._checkpoint, self._linear = module, checkpoint, linear
+    def __init__(
+        self, module: PreTrainedModel, checkpoint: QuantisedCheckpoint, linear: PackedProduct, device: torch.device
+    ) -> None:
+        self._module, self._checkpoint, self._linear, self._device = module, checkpoint, linear, device
         self._sources: dict[str, PackedWeight] = {}  # of linear layers that are not replaced yet
         self._embeddings: dict[str, PackedWeight] = {}
         # Tied parameters have several names.
@@ -83,10 +88,10 @@ class QuantisedLoader:
                     if leaf == "weight" and type(module) is nn.Linear:
                         packed = self._linear.pack_quantised(value, parameter.dtype)
                         self._sources[name] = packed
-                        value = self._linear.rows(packed, torch.arange(len(parameter)))
+                        value = self._linear.rows(packed, torch.arange(len(parameter), device=self._device))
                     else:
                         value = value.dequantised()
-                setattr(module, leaf, nn.Parameter(value.to(parameter.dtype), requires_grad=False))
+                setattr(module, leaf, nn.Parameter(value.to(self._device, parameter.dtype), requires_grad=False))
 
     def _embed(self, path: str, module: nn.Embedding, source: str, value: QuantisedWeight) -> None:
         packed = self._linear.pack_quantised(value, module.weight.dtype)
@@ -108,6 +113,9 @@ class QuantisedLoader:
                 if any(name in self._sources for name in names):
                     logger.warning("%s is not packed: its parts differ in their kinds", path)
                 packed = self._linear.pack(linear.weight.detach())
+                if packed is None:
+                    return None
+            packed = self._linear.merged(packed)
         return PackedLinear(packed, (packed.outputs, packed.inputs), bias, self._linear, merged)
 
 
@@ -150,18 +158,19 @@ def described(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def packed_as(descriptions: Descriptions, linear: CpuLinear) -> Callable[[str, nn.Module], PackedLinear | None]:
+def packed_as(descriptions: Descriptions, linear: PackedProduct) -> Callable[[str, nn.Module], PackedLinear | None]:
     """Packs linear layers of a module on torch's meta device as described; for `pack_linears`."""
 
-    def pack(path: str, layer: Any) -> PackedLinear:
-        weight = layer.weight.detach()
-        packed = _blank(descriptions[path]) if path in descriptions else linear.pack(weight)
+    def pack(path: str, layer: Any) -> PackedLinear | None:
+        packed = _blank(descriptions[path]) if path in descriptions else linear.pack(layer.weight.detach())
+        if packed is None:
+            return None
         return PackedLinear(packed, (packed.outputs, packed.inputs), layer.bias, linear, getattr(layer, "merged", ()))
 
     return pack
 
 
-def embed_as(model: nn.Module, descriptions: Descriptions, linear: CpuLinear) -> None:
+def embed_as(model: nn.Module, descriptions: Descriptions, linear: PackedProduct) -> None:
     """Replace the embeddings of a module on torch's meta device that are described."""
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding) and path in descriptions:

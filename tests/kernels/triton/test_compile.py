@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ import torch
 
 from folio.kernels import CacheScales, HeadNorm, Masking, RotaryWrite, VarlenBatch
 from folio.kernels.provider import AttentionCall, CacheWrite
+from folio.kernels.quantised import Bits
 from folio.vmem.backends.host import HostBackend
 from folio.vmem.layout import LayerSpec, LayoutKind, plan_layout
+from tests.kernels.quantised_weights import random_weight
 from tests.kernels.triton.no_device import use_no_device
 
 SHARED_BYTES = 227 * 1024  # the most per program on an H100
@@ -61,8 +63,8 @@ GEMMA = Model(21, 16, 8, 256, Masking(1 / 16, window_left=4095, softcap=50.0), 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate", "product", "choose", "penalise" or
-    "replace".
+    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate", "product", "codes", "rows", "choose",
+    "penalise" or "replace".
 
     Attributes:
         block_tokens: of the block-table view, 0 for as many as `plan_layout` chooses; None is the region view.
@@ -72,6 +74,8 @@ class Shape:
         dependent: programmatic dependent launch.
         tuning: of the decode kernel.
         programs: the least that a processor must hold at once.
+        bits: of a quantised weight.
+        form: of `random_weight`.
     """
 
     call: str
@@ -87,11 +91,17 @@ class Shape:
     dependent: bool = False
     tuning: str = "five programs"
     programs: int = 1
+    bits: Bits = 4
+    form: str = ""
 
     def __str__(self) -> str:
         view = "region" if self.block_tokens is None else f"{self.kind} blocks {self.block_tokens or 'planned'}"
-        work = f"{self.num_queries} queries" if self.call in ("prefill", "product") else f"{self.num_splits} splits"
-        work += f", {self.tuning}" if self.call == "decode" else ""
+        work = (
+            f"{self.num_queries} queries"
+            if self.call in ("prefill", "product", "codes")
+            else f"{self.num_splits} splits"
+        )
+        work += f", {self.tuning}" if self.call == "decode" else f", {self.bits} bits {self.form}" if self.form else ""
         work = f"{work}{', dependent' if self.dependent else ''}"
         dtypes = f"{self.dtype} {self.cache_dtype}".replace("torch.", "")
         return f"{self.call} {self.model.num_q_heads}/{self.model.num_kv_heads}/{self.model.dim} {view} {work} {dtypes}"
@@ -111,6 +121,21 @@ DECODES = tuple(
         (QWEN, BF16, "narrow tiles", 6),
     )
     for block in (0, None)
+)
+CODES = tuple(
+    Shape("codes", LLAMA, num_queries=rows, programs=programs, bits=bits, form=form)
+    for rows, programs, bits, form in (
+        *((rows, programs, 4, "scales") for rows, programs in ((1, 12), (16, 7), (64, 4), (256, 3))),
+        *((rows, programs, 4, "nested offsets") for rows, programs in ((1, 8), (16, 7), (256, 3))),
+        (1, 8, 4, "table"),
+        (16, 6, 4, "wide groups"),
+        (1, 8, 2, "nested offsets"),
+        (16, 5, 3, "nested"),
+        (64, 3, 5, "nested offsets"),
+        (1, 8, 6, "nested"),
+        (1, 8, 8, "scales"),
+        (256, 3, 8, "scales"),
+    )
 )
 SHAPES = (
     Shape("write", LLAMA),
@@ -132,6 +157,8 @@ SHAPES = (
     Shape("product", LLAMA, num_queries=64),
     Shape("product", QWEN, num_queries=16),
     Shape("product", LLAMA, num_queries=16, dependent=True),
+    *CODES,
+    Shape("rows", LLAMA, bits=6, form="nested"),
     Shape("rotary", LLAMA, 16, normed=True, dependent=True),
     Shape("norm", LLAMA, normed=True, dependent=True),
     Shape("gate", LLAMA, dependent=True),
@@ -259,6 +286,9 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
             wrong.append(f"copies by {sorted(compiled.copies)} bytes, and stores by {sorted(compiled.stores)}")
         if compiled.shared * 2 > SHARED_BYTES and shape.num_queries <= 16:
             wrong.append(f"{compiled.shared} bytes of shared memory leave no room for a second program")
+    elif shape.call in ("codes", "rows"):
+        if 16 not in {*compiled.copies, *compiled.loads}:
+            wrong.append(f"copies codes by {sorted(compiled.copies)} bytes, and loads them by {sorted(compiled.loads)}")
     elif shape.call == "copy":
         if compiled.loads.get(16, 0) < 4 or set(compiled.stores) != {16}:
             wrong.append("does not copy by 16 bytes")
@@ -341,6 +371,8 @@ def _accesses(ptx: str, operation: str) -> dict[int, int]:
 
 def _call(shape: Shape) -> None:
     from folio.kernels.triton.cache import copy_blocks, prepare_write
+    from folio.kernels.triton.codes import TritonCodes
+    from folio.kernels.triton.codes import choose_tile as choose_code_tile
     from folio.kernels.triton.decode import TUNINGS, SplitDecode
     from folio.kernels.triton.elementwise import TritonElementwise
     from folio.kernels.triton.penalties import penalise
@@ -368,6 +400,17 @@ def _call(shape: Shape) -> None:
         x, weight = (torch.empty(rows, num_inputs, dtype=shape.dtype) for rows in (shape.num_queries, num_outputs))
         tile = choose_tile(num_outputs, NUM_PROCESSORS)
         TritonProduct(dependent=shape.dependent, tile=tile)(x, weight, x[0, :1].expand(num_outputs).contiguous())
+        return
+    if shape.call in ("codes", "rows"):  # of outputs of attention
+        size = model.num_q_heads * model.dim
+        weight = random_weight(shape.bits, shape.form, size, size)
+        tile = choose_code_tile(shape.num_queries, size, NUM_PROCESSORS)
+        linear = TritonCodes(torch.device("cpu"), tile)
+        packed = linear.pack_quantised(replace(weight, order=None), shape.dtype)
+        if shape.call == "rows":
+            linear.rows(packed, torch.zeros(NUM_SEQS, dtype=torch.int64))
+        else:
+            linear(torch.empty(shape.num_queries, size, dtype=shape.dtype), packed)
         return
     if shape.call in ("norm", "gate"):
         x = torch.empty(NUM_SEQS, 2 * model.num_q_heads * model.dim, dtype=shape.dtype)

@@ -7,11 +7,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from folio.app.config.engine import EngineConfig, ResolvedConfig
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear
+from folio.app.engine.model import checkpoint_module, loader
 from folio.app.engine.model.loader import LoadedModel, load_config, load_model
 from folio.app.errors import ConfigError, ModelError
 from folio.app.models.builtin import resolve_model
@@ -27,6 +29,14 @@ IDS = torch.arange(3, 80)[None]
 def products() -> None:
     if reason := CpuLinear().unsupported(torch.float32):
         pytest.skip(reason)
+
+
+@pytest.fixture
+def triton_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of CUDA, in Triton's interpreter: models that are loaded from now on have them."""
+    codes = pytest.importorskip("folio.kernels.triton.codes")
+    monkeypatch.setattr(checkpoint_module, "select_packed_product", codes.TritonCodes)
+    monkeypatch.setattr(loader, "run_in_one_call", lambda _: 0)  # of CPUs
 
 
 def block_tensor(values: torch.Tensor, bits: Literal[4, 8]) -> Tensor:
@@ -122,6 +132,27 @@ def test_the_stored_file_gives_the_same_model(tmp_path: Path) -> None:
         loaded.weights.close()
     assert torch.equal(*logits)
     assert len(list((tmp_path / "weights").glob("*.weights"))) == 1
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_products_of_cuda(tmp_path: Path, untied: bool, triton_products: None) -> None:
+    """Plain weights stay as they are; neighbours of one kind are one part; a stored file gives the same model."""
+    plain = ("blk.0.attn_output.weight", *(["output.weight"] if untied else []))
+    path = quantised_file(tmp_path / "m.gguf", plain=plain, untied=untied)
+    with torch.inference_mode():
+        expected = plain_model(path)(input_ids=IDS, use_cache=False).logits[0]
+    store, logits = WeightStore(tmp_path / "weights"), []
+    for _ in range(2):
+        loaded = load_model(config_of(path), weights=store)
+        logits.append(logits_of(loaded))
+        layers: Any = loaded.module.model.layers
+        assert type(layers[0].self_attn.o_proj) is nn.Linear
+        assert type(loaded.module.lm_head) is (nn.Linear if untied else PackedLinear)
+        assert {len(layer.mlp.gate_up_proj.packed.parts) for layer in layers} <= {1, 2}
+        assert loaded.weights is not None
+        loaded.weights.close()
+    assert torch.equal(*logits)
+    assert ((logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item() < 0.02
 
 
 def test_greedy_tokens_of_the_engine_are_those_of_the_values(tmp_path: Path) -> None:

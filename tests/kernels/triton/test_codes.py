@@ -1,0 +1,129 @@
+"""Products with quantised weights against float64, in Triton's interpreter as on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from folio.kernels.quantised import Bits, QuantisedWeight
+from tests.kernels.quantised_weights import CASES, random_weight
+
+pytest.importorskip("triton")
+
+from folio.kernels.triton.codes import ONE_ROW, TILES, CodeTile, TritonCodes, choose_tile
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+pytestmark = [pytest.mark.gpu] if CUDA else []
+# Of the largest value. Values are rounded to the dtype for several rows, and the interpreter cuts bfloat16 off.
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+def check(weights: list[QuantisedWeight], rows: int, dtype: torch.dtype, tile: CodeTile | None = None) -> int:
+    """Returns the number of parts after they were merged."""
+    linear = TritonCodes(DEVICE, tile)
+    exact = torch.cat([weight.dequantised().double() for weight in weights])
+    first, *rest = (linear.pack_quantised(weight, dtype) for weight in weights)
+    packed = linear.merged(replace(first, parts=sum((weight.parts for weight in rest), first.parts)))
+    # Small enough for float16.
+    bias, x = torch.randn(len(exact)).to(dtype), (torch.randn(rows, exact.shape[1]) / 64).to(dtype)
+    expected = x.double() @ exact.T + bias.double()
+    out = linear(x.to(DEVICE), packed, bias.to(DEVICE)).cpu().double()
+    off = ((out - expected).abs().max() / expected.abs().max()).item()
+    assert off <= TOLERANCE[dtype], f"{rows} rows: maximum difference {off:.2e}"  # NaN fails too
+    return len(packed.parts)
+
+
+@pytest.mark.parametrize(("bits", "form"), CASES)
+def test_products_equal_those_of_the_values(bits: Bits, form: str) -> None:
+    torch.manual_seed(0)
+    for rows, dtype in ((1, torch.float16), (3, torch.float16), (20, torch.bfloat16)):
+        check([random_weight(bits, form, 37)], rows, dtype)
+
+
+@pytest.mark.parametrize(
+    "tile", sorted({ONE_ROW, *(tile for tiles in TILES.values() for tile in tiles)}, key=str), ids=str
+)
+def test_every_tile_cuts_the_last_rows_and_outputs(tile: CodeTile) -> None:
+    torch.manual_seed(0)
+    check([random_weight(4, "nested offsets", tile.outputs + 5)], tile.rows + 3 * (tile.rows > 1), torch.bfloat16, tile)
+
+
+@pytest.mark.parametrize(("bits", "form"), CASES)
+def test_rows_are_the_values(bits: Bits, form: str) -> None:
+    weight, linear = random_weight(bits, form, 37), TritonCodes(DEVICE)
+    packed = linear.pack_quantised(weight, torch.bfloat16)
+    rows = linear.rows(packed, torch.tensor([[36, 0], [5, 5]], device=DEVICE)).cpu().flatten(0, 1).float()
+    torch.testing.assert_close(rows, weight.dequantised()[[36, 0, 5, 5]], rtol=8e-3, atol=1e-4)
+
+
+def test_parts_may_have_different_forms() -> None:
+    """As query, key and value projections of one file may; neighbours of one form are one launch."""
+    torch.manual_seed(0)
+    forms: list[tuple[Bits, str]] = [(4, "nested offsets"), (4, "nested offsets"), (6, "nested"), (8, "scales")]
+    weights = [random_weight(bits, form, outputs) for (bits, form), outputs in zip(forms, (40, 24, 16, 7), strict=True)]
+    for rows in (1, 20):
+        assert check(weights, rows, torch.bfloat16) == 3
+    linear, exact = TritonCodes(DEVICE), torch.cat([weight.dequantised() for weight in weights])
+    packed = [linear.pack_quantised(weight, torch.float16) for weight in weights]
+    joined = replace(packed[0], parts=tuple(part for weight in packed for part in weight.parts))
+    ids = torch.tensor([0, 50, 65, 86, 39])
+    torch.testing.assert_close(linear.rows(joined, ids.to(DEVICE)).cpu().float(), exact[ids], rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("inputs", [1, 31, 100, 576])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_rest_of_a_slab_and_groups_across_slabs(rows: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(8, "scales", 20, inputs)
+    check([weight], rows, torch.float16)
+    for group in (96, 192, 256):
+        scales = torch.rand(20, -(-inputs // group)).half()
+        check([replace(weight, group=group, scales=scales)], rows, torch.float16)
+
+
+def test_memory_is_that_of_the_codes_and_scales() -> None:
+    packed = TritonCodes(DEVICE).pack_quantised(random_weight(4, "nested offsets", 64), torch.bfloat16)
+    assert packed.nbytes * 8 / (64 * 512) == 4 + 2 * 8 / 32 + 2 * 16 / 256
+
+
+def test_wrong_arguments_are_named() -> None:
+    linear, weight = TritonCodes(DEVICE), random_weight(4, "scales", 8)
+    with pytest.raises(ValueError, match="float32"):
+        linear.pack_quantised(weight, torch.float32)
+    packed, x = linear.pack_quantised(weight, torch.bfloat16), torch.ones(1, 512, device=DEVICE)
+    for wrong in (x, x[:, :500].bfloat16()):
+        with pytest.raises(ValueError, match=r"for 512 inputs of torch\.bfloat16"):
+            linear(wrong, packed)
+    with pytest.raises(ValueError, match="bias"):
+        linear(x.bfloat16(), packed, x[0, :7].bfloat16())
+    assert linear(x[:0].bfloat16(), packed).shape == (0, 8)
+
+
+def test_tiles_fill_the_device_where_they_can() -> None:
+    for outputs in (6144, 4096, 28672):
+        for rows in (1, 2, 16, 17, 64, 65, 256, 8192):
+            tile = choose_tile(rows, outputs, 132)
+            assert -(-outputs // tile.outputs) * -(-rows // tile.rows) >= 0.9 * 128
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+def test_products_in_a_graph() -> None:
+    """With gathered inputs, a look-up and several parts: nothing of it waits for the device."""
+    linear, weights = TritonCodes(DEVICE), [random_weight(4, form, 256) for form in ("wide groups", "nested offsets")]
+    packed = [linear.pack_quantised(weight, torch.bfloat16) for weight in weights]
+    ids = torch.arange(7, device=DEVICE)
+
+    def work() -> list[torch.Tensor]:
+        x = linear.rows(packed[1], ids)
+        return [linear(x[:rows], weight) for weight in packed for rows in (1, 7)]
+
+    expected = work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = work()
+    graph.replay()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

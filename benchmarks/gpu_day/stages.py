@@ -99,6 +99,16 @@ def kernels(fake: bool) -> list[Job]:
     ]
 
 
+def quantised(fake: bool) -> list[Job]:
+    """Products with quantised weights: right, then how fast, then what a decode step gains."""
+    tests = "tests/kernels/triton/test_codes.py"
+    return [
+        _pytest("codes", tests, "", fake, tiny="test_tiles_fill", limit_s=100),
+        _program("quantised products", "gpu_quantised", fake, 160, "--measure", "products"),
+        _program("quantised steps", "gpu_quantised", fake, 210, "--measure", "steps"),
+    ]
+
+
 def server(fake: bool) -> list[Job]:
     """The engine without a server comes at once after it, and has time even where the server hangs."""
     return [
@@ -124,6 +134,7 @@ STAGES: Mapping[str, Callable[[bool], list[Job]]] = {
     "memory": memory,
     "shelf": shelf,
     "kernels": kernels,
+    "quantised": quantised,
     "server": server,
     "fleet": fleet,
 }

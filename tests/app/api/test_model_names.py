@@ -18,7 +18,7 @@ async def test_adapters_are_models() -> None:
     ingress = ingress_with(engines := Engines())
     cards = (await ingress.models()).data
     assert [(card.id, card.parent) for card in cards] == [("m", None), ("pirate", "m")]
-    assert "a real model with `folio serve MODEL`" in cards[0].description  # the model is the built-in one
+    assert "`folio pull smollm2` fetches a real model" in cards[0].description  # the model is the built-in one
     assert cards[1].description is None
     answer = await ingress.chat(
         ChatCompletionRequest.model_validate(

@@ -48,7 +48,7 @@ def test_replicas_follow_the_gpus(
     """The default's bound, or the warning about a given number. What can never run is refused."""
     settings = compose(DEFAULT, {})
     [application] = settings.value["applications"]
-    application["args"]["engine"] |= engine
+    application["args"]["engine"] |= {"model": "builtin"} | engine
     if replica is not None:
         application["deployments"] = [{"name": "EngineReplica"} | replica]
     config = settings.check(is_local=True)

@@ -295,7 +295,7 @@ class TritonCodes:
         """The same weight, with one part for neighbouring ones of the same form: each costs a launch."""
         parts: list[WeightPart] = []
         for part in weight.parts:
-            if parts and _form(parts[-1]) == _form(part):
+            if parts and _form(parts[-1]) == _form(part) and _table(parts[-1]) == _table(part):
                 parts[-1] = _joined(parts[-1], part)
             else:
                 parts.append(part)
@@ -428,8 +428,12 @@ def _form(part: WeightPart) -> tuple[object, ...]:
     return part.bits, part.zero, part.every, part.has_offsets, *shape, *optional
 
 
+def _table(part: WeightPart) -> list[int] | None:
+    return None if part.table is None else part.table.tolist()
+
+
 def _joined(first: WeightPart, second: WeightPart) -> WeightPart:
-    """The outputs of both. Their tables are equal: there is one for codes of 4 bits in a file."""
+    """The outputs of both."""
     joined: dict[str, Any] = {}
     for name, dimension in (("codes", 1), ("scales", 1), ("supers", 1), ("factors", 0)):
         parts = getattr(first, name), getattr(second, name)

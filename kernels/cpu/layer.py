@@ -1,4 +1,4 @@
-"""A whole decoder layer in one call of C++ (`csrc/layer.cpp`)."""
+"""Whole decoder layers, one or more, in one call of C++ (`csrc/layer.cpp`)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from folio.kernels.cpu.provider import AttentionFields, CpuAttend
 from folio.kernels.elementwise import ACTIVATIONS, Activation, HeadNorm
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+# Keys and values of each part of a step.
+Caches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 _NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp")  # of `LayerWeights.norms`
 
 
@@ -33,28 +35,53 @@ class _NormWeight(ctypes.Structure):
     _fields_ = [("weight", _POINTER), ("eps", _FLOAT), ("offset", _FLOAT)]
 
 
+class _LayerWeights(ctypes.Structure):
+    """`LayerWeights` of layer.cpp, field by field."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("query_weight", "key_weight")),
+        *((name, _NormWeight) for name in _NORMS),
+        *((name, WeightFields) for name in ("qkv", "attention_out", "gate_up", "down")),
+        ("activation", _INT32),
+    ]
+
+
 class _LayerPart(ctypes.Structure):
     """`LayerPart` of layer.cpp, field by field."""
 
     _fields_ = [
         ("rotary", ctypes.POINTER(RotaryFields)),
         ("attention", ctypes.POINTER(AttentionFields)),
-        *((name, _POINTER) for name in ("key_cache", "value_cache")),
         ("first_token", _INT64),
     ]
+
+
+class _LayerCache(ctypes.Structure):
+    """`LayerCache` of layer.cpp, field by field."""
+
+    _fields_ = [("keys", _POINTER), ("values", _POINTER)]
 
 
 class _LayerCall(ctypes.Structure):
     """`LayerCall` of layer.cpp, field by field."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("multiply", "panel_bytes", "hidden", "out", "heads", "workspace")),
+        ("weights", ctypes.POINTER(_LayerWeights)),
+        ("heads", _POINTER),
         ("parts", ctypes.POINTER(_LayerPart)),
-        *((name, _POINTER) for name in ("query_weight", "key_weight")),
-        *((name, _NormWeight) for name in _NORMS),
-        *((name, WeightFields) for name in ("qkv", "attention_out", "gate_up", "down")),
+        ("caches", ctypes.POINTER(_LayerCache)),
+        ("num_parts", _INT32),
+    ]
+
+
+class _LayersCall(ctypes.Structure):
+    """`LayersCall` of layer.cpp, field by field."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("multiply", "panel_bytes", "hidden", "out", "workspace")),
+        ("layers", ctypes.POINTER(_LayerCall)),
         ("rows", _INT64),
-        *((name, _INT32) for name in ("num_parts", "dtype", "activation")),
+        *((name, _INT32) for name in ("num_layers", "dtype")),
     ]
 
 
@@ -132,24 +159,20 @@ class StepParts:
         self._parts = parts  # kept: the fields have their addresses
         self.fields = (_LayerPart * len(parts))(
             *(
-                _LayerPart(
-                    ctypes.pointer(part.rotary.fields), ctypes.pointer(part.attend.fields), 0, 0, part.first_token
-                )
+                _LayerPart(ctypes.pointer(part.rotary.fields), ctypes.pointer(part.attend.fields), part.first_token)
                 for part in parts
             )
         )
 
-    def error(self, result: int, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Exception:
-        keys = caches[0][0]
-        wrong = "; ".join(
-            f"{part.rotary.outside(cache)}; {part.attend.outside()}"
-            for part, (cache, _) in zip(self._parts, caches, strict=True)
+    def outside(self, caches: Caches) -> str:
+        return "; ".join(
+            f"{part.rotary.outside(keys)}; {part.attend.outside()}"
+            for part, (keys, _) in zip(self._parts, caches, strict=True)
         )
-        return cache_error(result, keys, wrong)
 
 
 class CpuLayer:
-    """One layer's call. Each value is that of the single operations, bit for bit.
+    """A layer's weights in C++.
 
     Args:
         march: the compiler's name of the processor, as for `CpuLinear`.
@@ -158,16 +181,18 @@ class CpuLayer:
         KernelError: the library cannot be compiled.
     """
 
-    def __init__(self, weights: LayerWeights, workspace: Workspace, march: str = "native") -> None:
-        load, call = partial(load_function, "layer", march=march), ctypes.POINTER(_LayerCall)
-        self._run = load("folio_layer", call, result=ctypes.c_int)
-        self._workspace_bytes = load("folio_layer_workspace", call, result=_INT64)
+    def __init__(self, weights: LayerWeights, march: str = "native") -> None:
+        load, call = partial(load_function, "layer", march=march), ctypes.POINTER(_LayersCall)
+        self.run = load("folio_layers", call, result=ctypes.c_int)
+        self.workspace_bytes = load("folio_layers_workspace", call, result=_INT64)
         products = load_library("linear", march)
-        self._weights, self._workspace = weights, workspace  # kept: the fields have the addresses of the weights
+        self.products = tuple(
+            ctypes.cast(products[name], _POINTER) for name in ("folio_multiply", "folio_linear_panel_bytes")
+        )
+        self.dtype = weights.qkv.weight.dtype
+        self._weights = weights  # kept: the fields have the addresses of its tensors
         query_weight, key_weight = [norm.weight for norm in weights.head_norms] or (None, None)
-        self._fields = _LayerCall(
-            multiply=ctypes.cast(products["folio_multiply"], _POINTER),
-            panel_bytes=ctypes.cast(products["folio_linear_panel_bytes"], _POINTER),
+        self.fields = _LayerWeights(
             query_weight=address(query_weight),
             key_weight=address(key_weight),
             **dict(zip(_NORMS, map(_norm_fields, weights.norms), strict=True)),
@@ -175,41 +200,53 @@ class CpuLayer:
             attention_out=_product_fields(weights.attention_out),
             gate_up=_product_fields(weights.gate_up),
             down=_product_fields(weights.down),
-            dtype=CPP_DTYPES[weights.qkv.weight.dtype],
             activation=ACTIVATIONS.index(weights.activation),
         )
 
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        heads: torch.Tensor,
-        parts: StepParts,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ) -> torch.Tensor:
-        """The layer's output of `hidden [..., size]`, of its shape and dtype.
 
-        Args:
-            heads: memory for queries, keys and values of all rows, `[rows, num_heads, head_dim]`, as the parts were
-                prepared with; overwritten.
-            parts: which together have all rows.
-            caches: this layer's keys and values, for each part.
+class PreparedLayer:
+    """A layer of a step.
 
-        Raises:
-            KernelError: a slot or a cached token is outside of the cache; nothing is written.
-        """
-        hidden = hidden.contiguous()
-        out = torch.empty_like(hidden)
-        if not len(heads):
-            return out
-        call, fields = self._fields, parts.fields
-        call.hidden, call.out, call.heads = hidden.data_ptr(), out.data_ptr(), heads.data_ptr()
-        call.rows, call.parts, call.num_parts = len(heads), fields, len(fields)
-        for part, (keys, values) in zip(fields, caches, strict=True):
-            part.key_cache, part.value_cache = keys.data_ptr(), values.data_ptr()
-        call.workspace = self._workspace.at_least(self._workspace_bytes(call)).data_ptr()
-        if result := self._run(call):
-            raise parts.error(result, caches)
+    Args:
+        heads: memory for queries, keys and values of all rows, `[rows, num_heads, head_dim]`, as the parts were
+            prepared with; overwritten.
+        parts: which together have all rows.
+        caches: this layer's keys and values, for each part.
+    """
+
+    def __init__(self, layer: CpuLayer, heads: torch.Tensor, parts: StepParts, caches: Caches) -> None:
+        self.layer, self.parts, self.caches = layer, parts, caches
+        self._heads = heads  # kept: the fields have its address
+        pointers = (_LayerCache * len(caches))(*((keys.data_ptr(), values.data_ptr()) for keys, values in caches))
+        self.fields = _LayerCall(ctypes.pointer(layer.fields), heads.data_ptr(), parts.fields, pointers, len(caches))
+
+
+def run_layers(hidden: torch.Tensor, layers: Sequence[PreparedLayer], workspace: Workspace) -> torch.Tensor:
+    """The output of layers that follow each other, for `hidden [..., size]`: of its shape and dtype, which is that of
+    the layers. Each value is that of the single operations, bit for bit.
+
+    Raises:
+        KernelError: a slot or a cached token is outside of the cache; nothing is written.
+    """
+    first, hidden = layers[0].layer, hidden.contiguous()
+    out = torch.empty_like(hidden)
+    if not hidden.numel():
         return out
+    call = _LayersCall(
+        *first.products,
+        hidden.data_ptr(),
+        out.data_ptr(),
+        None,
+        (_LayerCall * len(layers))(*(layer.fields for layer in layers)),
+        hidden.numel() // hidden.shape[-1],
+        len(layers),
+        CPP_DTYPES[first.dtype],
+    )
+    call.workspace = workspace.at_least(first.workspace_bytes(call)).data_ptr()
+    if result := first.run(call):
+        wrong = "; ".join(dict.fromkeys(layer.parts.outside(layer.caches) for layer in layers))
+        raise cache_error(result, layers[0].caches[0][0], wrong)
+    return out
 
 
 def _norm_fields(norm: HeadNorm | None) -> _NormWeight:

@@ -43,9 +43,12 @@ class PromptDemand:
         self._bursts[-1] += 1
         self.last_at = now
 
-    def note_step(self) -> None:
-        if self._bursts[-1]:
+    def note_step(self) -> bool:
+        """Returns whether prompts have begun since the last step."""
+        begun = self._bursts[-1] > 0
+        if begun:
             self._bursts.append(0)
+        return begun
 
     @property
     def depth(self) -> int:
@@ -102,6 +105,12 @@ class MappingPolicy:
             self._release_idle,
         )
         return next((work for duty in duties if (work := duty()) is not None), None)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether steps have announced needs, let blocks leave a window, or made free pages run low."""
+        groups = any(group.wanted or group.expired for group in self._groups)
+        return groups or any(self.free_blocks_wanted) or any(self.coming) or self._is_short
 
     def forget_demand(self) -> None:
         """Expect no prompt and no step, as at the start."""
@@ -203,7 +212,7 @@ class MappingPolicy:
 
     def _reclaim(self) -> MappingWork | None:
         """When free pages run low: unmap the tails of the regions parked longest (vAttention §6.2.2)."""
-        if self._num_takable_pages >= self.options.reclaim_threshold * self._pages.budget:
+        if not self._is_short:
             return None
         return self._unmap_tail(parked_only=True, idle_since=math.inf, frees=False)
 
@@ -408,6 +417,10 @@ class MappingPolicy:
         return self._pages.num_claimable + sum(
             (group.pool.num_free + group.pool.num_cached) * group.num_slices for group in self._groups
         )
+
+    @property
+    def _is_short(self) -> bool:
+        return self._num_takable_pages < self.options.reclaim_threshold * self._pages.budget
 
     @property
     def mappings_left(self) -> int:

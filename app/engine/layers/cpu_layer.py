@@ -1,4 +1,8 @@
-"""Decoder layers that run in one call of C++ on a CPU: fused layers with packed weights of Folio's own product."""
+"""Decoder layers that run in one call of C++ on a CPU: fused layers with packed weights of Folio's own product.
+
+Layers that follow each other run in one call together: each returns a tensor that is computed when something else than
+the next layer reads it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from folio.app.compat.torch import tensor_without_memory
 from folio.app.engine.layers.attention import CachedAttention, PreparedPart, bound
+from folio.app.engine.layers.batch import StepBatch
 from folio.app.engine.layers.fused_layer import FusedLayer
 from folio.app.engine.layers.fusion import FusedAttention, FusedGatedMLP
+from folio.app.engine.layers.lazy_tensor import LazyTensor, evaluated
 from folio.app.engine.layers.linear import PackedLinear
 from folio.kernels import HeadNorm
-from folio.kernels.cpu.layer import CpuLayer, LayerPart, LayerWeights, Product, StepParts, Workspace
+from folio.kernels.cpu.layer import (
+    CpuLayer,
+    LayerPart,
+    LayerWeights,
+    PreparedLayer,
+    Product,
+    StepParts,
+    Workspace,
+    run_layers,
+)
 from folio.kernels.cpu.ops import CpuRotaryWrite, PackedWeight
 from folio.kernels.cpu.provider import CpuAttend
 
@@ -23,8 +39,8 @@ class LayerStep:
     def __init__(self) -> None:
         self.workspace = Workspace()
         self._heads = torch.empty(0)
-        self._prepared: list[PreparedPart] | None = None
-        self._parts: StepParts | None = None
+        self._batch: StepBatch | None = None
+        self._parts: dict[int, tuple[list[PreparedPart], StepParts | None]] = {}  # by the list's id
 
     def heads(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
         """Memory for the queries, keys and values of a step's rows; the same for all layers of that shape."""
@@ -32,19 +48,56 @@ class LayerStep:
             self._heads = like.new_empty(shape)
         return self._heads
 
-    def parts(self, prepared: list[PreparedPart]) -> StepParts | None:
+    def parts(self, prepared: list[PreparedPart], batch: StepBatch) -> StepParts | None:
         """The prepared calls; `None` if another kernel makes one of them."""
-        if prepared is not self._prepared:
-            parts = [
-                LayerPart(part.write, part.attend, 0 if part.tokens is None else part.tokens.start)
-                for part in prepared
-                if isinstance(part.write, CpuRotaryWrite)
-                and part.write.same_dtype
-                and isinstance(part.attend, CpuAttend)
-            ]
-            self._prepared = prepared
-            self._parts = StepParts(parts) if len(parts) == len(prepared) else None
-        return self._parts
+        if batch is not self._batch:
+            self._batch = batch
+            self._parts.clear()
+        if (known := self._parts.get(id(prepared))) is not None:
+            return known[1]
+        parts = [
+            LayerPart(part.write, part.attend, 0 if part.tokens is None else part.tokens.start)
+            for part in prepared
+            if isinstance(part.write, CpuRotaryWrite) and part.write.same_dtype and isinstance(part.attend, CpuAttend)
+        ]
+        found = StepParts(parts) if len(parts) == len(prepared) else None
+        self._parts[id(prepared)] = prepared, found
+        return found
+
+
+class LazyLayers(LazyTensor):
+    """The output of layers that follow each other, computed in one call when it is read.
+
+    If a later layer has computed them, too, they are computed again: they write the same keys and values.
+
+    Args:
+        hidden: the input of the first one.
+        handler: of their attention, with the batch of this step.
+    """
+
+    handler: CachedAttention
+    layers: tuple[PreparedLayer, ...]
+    hidden: torch.Tensor
+    _batch: StepBatch
+    _step: LayerStep
+
+    @staticmethod
+    def __new__(
+        cls, hidden: torch.Tensor, layers: tuple[PreparedLayer, ...], handler: CachedAttention, step: LayerStep
+    ) -> LazyLayers:
+        lazy = tensor_without_memory(cls, hidden)
+        lazy.hidden, lazy.layers, lazy.handler, lazy._step = hidden, layers, handler, step
+        lazy._batch, lazy._value = handler.batch, None
+        return lazy
+
+    def continues(self, handler: CachedAttention) -> bool:
+        """Whether a layer of this handler can be computed with these."""
+        return self._value is None and handler is self.handler
+
+    def _computed(self) -> torch.Tensor:
+        if self.handler.batch is not self._batch:
+            raise RuntimeError("the output of a layer is read after its step, whose blocks may have other owners now")
+        return run_layers(self.hidden, self.layers, self._step.workspace)
 
 
 class LayerInOneCall:
@@ -53,7 +106,7 @@ class LayerInOneCall:
     def __init__(self, attention: FusedAttention, weights: LayerWeights, step: LayerStep) -> None:
         self._attention, self._step = attention, step
         self._shape = attention.heads_shape
-        self._layer = CpuLayer(weights, step.workspace)
+        self._layer = CpuLayer(weights)
 
     def __call__(
         self, hidden: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
@@ -61,12 +114,19 @@ class LayerInOneCall:
         handler, rotary = bound(self._attention), self._attention.rotary
         if not isinstance(handler, CachedAttention):
             return None
+        before: tuple[PreparedLayer, ...] = ()
+        if isinstance(hidden, LazyLayers) and hidden.continues(handler):
+            before, hidden = hidden.layers, hidden.hidden
+        else:
+            hidden = evaluated(hidden)
         heads = self._step.heads(hidden, hidden.shape[1], *self._shape)
         prepared = handler.rotary_parts(rotary, heads, *position_embeddings)
-        parts = self._step.parts(prepared)
+        parts = self._step.parts(prepared, handler.batch)
         if parts is None:
             return None
-        return self._layer(hidden, heads, parts, [handler.cache(part.view, rotary.layer) for part in prepared])
+        caches = [handler.cache(part.view, rotary.layer) for part in prepared]
+        layer = PreparedLayer(self._layer, heads, parts, caches)
+        return LazyLayers(hidden, (*before, layer), handler, self._step)
 
 
 def run_in_one_call(model: nn.Module) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 
 from folio.app.engine.layers.fusion import PROBE_TOKENS, FusedAttention, FusedRMSNorm, close
 from folio.app.engine.layers.fusion_record import FusionRecord, Learned, replace_modules
-from folio.app.engine.layers.lazy_sum import LazySum, evaluated
+from folio.app.engine.layers.lazy_tensor import LazySum, evaluated
 from folio.kernels import Elementwise
 
 # Names of a layer's norms: before attention, after it, before the MLP, after it. A norm that comes after is applied to
@@ -50,7 +50,7 @@ class FusedLayer(nn.Module):
 
     Attributes:
         norms: before attention, after it, before the MLP, after it.
-        one_call: computes the output of `(hidden_states, position_embeddings)`, or `None` where it cannot.
+        one_call: the output of `(hidden_states, position_embeddings)`, computed or lazy, or `None` where it cannot.
     """
 
     self_attn: nn.Module
@@ -73,7 +73,6 @@ class FusedLayer(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs |= zip(self._names, args, strict=False)
         if self.one_call is not None:
-            hidden_states = evaluated(hidden_states)
             out = self.one_call(hidden_states, kwargs["position_embeddings"])
             if out is not None:
                 return out

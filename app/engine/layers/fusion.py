@@ -23,7 +23,7 @@ from torch import nn
 
 from folio.app.engine.layers.attention import AttentionHandler, RotaryLayer, bind_attention, bound
 from folio.app.engine.layers.fusion_record import FusionRecord, Learned, replace_modules
-from folio.app.engine.layers.lazy_sum import LazySum
+from folio.app.engine.layers.lazy_tensor import LazySum, evaluated
 from folio.kernels import Activation, Elementwise, HeadNorm, Masking
 
 # Relative to the largest value; bfloat16 rounds once here and several times in the original.
@@ -46,8 +46,7 @@ class FusedRMSNorm(nn.Module):
             )
             if normed is not None:
                 return normed
-            x = x.total
-        return self._ops.rms_norm(x, self.weight, self.eps, self.offset)
+        return self._ops.rms_norm(evaluated(x), self.weight, self.eps, self.offset)
 
 
 class FusedGatedMLP(nn.Module):

@@ -92,16 +92,15 @@ inline Result check(const AttentionCall& call, int element_bytes) {
 template <typename T>
 class Attention {
  public:
-  // parts: memory for the parts of split sequences.
+  // parts: memory for the parts of split sequences; of calls that run one after the other it may be the same.
   Attention(const AttentionCall& call, std::vector<float>& parts)
-      : call_(call), plan_(plan(call, sizeof(T), omp_get_max_threads())) {
+      : call_(call), plan_(plan(call, sizeof(T), omp_get_max_threads())), parts_(parts) {
     value_stride_ = round_up(call.value_dim, 2 * kLanes);
     part_floats_ = size_t(call.num_q_heads) * (value_stride_ + 2);
     if (parts.size() < plan_.num_parts * part_floats_) {
       parts.clear();  // so that resize copies nothing
       parts.resize(plan_.num_parts * part_floats_);
     }
-    parts_ = parts.data();
   }
 
   int64_t num_items() const { return plan_.prefills.size() + plan_.decodes.size(); }
@@ -127,13 +126,13 @@ class Attention {
         if (!for_decode)
           for_decode = std::make_unique<DecodeScratch>(num_rows, num_rows, call_.key_dim, call_.value_dim);
         const DecodeItem& item = plan_.decodes[i - num_prefills];
-        decode_item(call_, item, item.part == kNoPart ? nullptr : parts_ + item.part * part_floats_, *for_decode);
+        decode_item(call_, item, item.part == kNoPart ? nullptr : parts_.data() + item.part * part_floats_, *for_decode);
       }
     });
     if (plan_.splits.empty()) return;
     team.each(plan_.splits.size(), [&](int64_t i) {
       const Split& split = plan_.splits[i];
-      join_parts<T>(call_, split.sequence, split.num_parts, parts_ + split.first_part * part_floats_, value_stride_);
+      join_parts<T>(call_, split.sequence, split.num_parts, parts_.data() + split.first_part * part_floats_, value_stride_);
     });
   }
 
@@ -142,7 +141,7 @@ class Attention {
   Plan plan_;
   int value_stride_;
   size_t part_floats_;
-  float* parts_;
+  std::vector<float>& parts_;
 };
 
 // Returns a Result. Unsupported: more grouped heads than a tile has rows, an odd bf16 head size.

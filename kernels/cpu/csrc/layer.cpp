@@ -1,6 +1,7 @@
-// A decoder layer in one parallel region: norm, query, key and value, rotation and cache write, attention, its output
-// and the residual, norm, gate and up, activation, down and the residual. Threads share out each operation (team.h),
-// and what it leaves for the next one is in a workspace. Every value is rounded where the single operations round it.
+// Decoder layers in one parallel region. A layer: norm, query, key and value, rotation and cache write, attention, its
+// output and the residual, norm, gate and up, activation, down and the residual. Threads share out each operation
+// (team.h), and what it leaves for the next one is in a workspace. Every value is rounded where the single operations
+// round it.
 
 #include <algorithm>
 #include <cstdint>
@@ -22,13 +23,32 @@ struct NormWeight {
   float eps, offset;
 };
 
+struct LayerWeights {
+  const void *query_weight, *key_weight;  // norms of heads, or null
+  NormWeight before_attention, before_mlp;
+  NormWeight after_attention, after_mlp;  // applied before the residual is added; weights may be null
+  ProductWeight qkv, attention_out, gate_up, down;
+  int32_t activation;
+};
+
 // Tokens of the call that are read in one view. The addresses of heads, queries, results, caches and norm weights in
 // both calls are not used.
 struct LayerPart {
   const RotaryCall* rotary;
   const AttentionCall* attention;
-  void *key_cache, *value_cache;  // of this layer
   int64_t first_token;
+};
+
+struct LayerCache {
+  void *keys, *values;
+};
+
+struct LayerCall {
+  const LayerWeights* weights;
+  void* heads;               // [rows, qkv.outputs], overwritten
+  const LayerPart* parts;
+  const LayerCache* caches;  // of each part
+  int32_t num_parts;
 };
 
 // `folio_multiply` and `folio_linear_panel_bytes` of linear.cpp, which is a library of its own.
@@ -36,20 +56,16 @@ typedef void (*Multiply)(folio::Team*, int dtype, const ProductWeight*, const vo
                          void* panels, int64_t rows);
 typedef int64_t (*PanelBytes)(int dtype, const ProductWeight*, int64_t rows);
 
-struct LayerCall {
+// Layers of one size, each of which has the output of the one before it as its input.
+struct LayersCall {
   Multiply multiply;
   PanelBytes panel_bytes;
   const void* hidden;  // [rows, size]
   void* out;           // [rows, size]
-  void* heads;         // [rows, qkv.outputs], overwritten
-  void* workspace;     // of `folio_layer_workspace` bytes
-  const LayerPart* parts;
-  const void *query_weight, *key_weight;  // norms of heads, or null
-  NormWeight before_attention, before_mlp;
-  NormWeight after_attention, after_mlp;  // applied before the residual is added; weights may be null
-  ProductWeight qkv, attention_out, gate_up, down;
+  void* workspace;     // of `folio_layers_workspace` bytes
+  const LayerCall* layers;
   int64_t rows;
-  int32_t num_parts, dtype, activation;
+  int32_t num_layers, dtype;
 };
 
 }  // extern "C"
@@ -69,97 +85,126 @@ struct Workspace {
   char* panels;
   int64_t chunk, num_bytes = 0;
 
-  explicit Workspace(const LayerCall& call) {
+  explicit Workspace(const LayersCall& call) {
     const int64_t chunks = (call.rows + kChunkRows - 1) / kChunkRows;
     chunk = (call.rows + chunks - 1) / chunks;
-    attended = take<T>(call, call.rows * call.attention_out.inputs);
-    normed = take<T>(call, chunk * call.qkv.inputs);
-    gate_up = take<T>(call, chunk * call.gate_up.outputs);
-    activated = take<T>(call, chunk * call.down.inputs);
-    int64_t most = 0;
-    for (const ProductWeight* weight : {&call.qkv, &call.attention_out, &call.gate_up, &call.down})
-      most = std::max(most, call.panel_bytes(call.dtype, weight, chunk));
-    panels = take<char>(call, most);
+    int64_t size = 0, width = 0, gates = 0, panel_bytes = 0;
+    for (const LayerCall* layer = call.layers; layer < call.layers + call.num_layers; layer++) {
+      const LayerWeights& weights = *layer->weights;
+      size = weights.qkv.inputs;
+      width = std::max(width, weights.attention_out.inputs);
+      gates = std::max(gates, weights.down.inputs);
+      for (const ProductWeight* weight : {&weights.qkv, &weights.attention_out, &weights.gate_up, &weights.down})
+        panel_bytes = std::max(panel_bytes, call.panel_bytes(call.dtype, weight, chunk));
+    }
+    attended = take<T>(call, call.rows * width);
+    normed = take<T>(call, chunk * size);
+    gate_up = take<T>(call, chunk * 2 * gates);
+    activated = take<T>(call, chunk * gates);
+    panels = take<char>(call, panel_bytes);
   }
 
  private:
   template <typename U>
-  U* take(const LayerCall& call, int64_t count) {
+  U* take(const LayersCall& call, int64_t count) {
     U* const place = reinterpret_cast<U*>(static_cast<char*>(call.workspace) + num_bytes);
     num_bytes += (count * int64_t(sizeof(U)) + 63) / 64 * 64;
     return place;
   }
 };
 
+// A layer's rotations and attentions, one of each part.
 template <typename T>
-Result run(const LayerCall& call) {
-  const Workspace<T> space(call);
-  const int64_t size = call.qkv.inputs, width = call.attention_out.inputs;
-  T* const heads = static_cast<T*>(call.heads);
+struct Attentions {
   std::vector<RotaryCall> rotaries;
   std::vector<Attention<T>> attentions;
-  // Kept between calls: fresh memory costs a page fault every 4 KiB.
-  static thread_local std::vector<std::vector<float>> buffers;
-  buffers.resize(std::max(buffers.size(), size_t(call.num_parts)));
-  for (int32_t p = 0; p < call.num_parts; p++) {
-    const LayerPart& part = call.parts[p];
-    RotaryCall rotary = *part.rotary;
-    rotary.heads = heads + part.first_token * call.qkv.outputs;
-    rotary.key_cache = part.key_cache, rotary.value_cache = part.value_cache;
-    rotary.query_weight = call.query_weight, rotary.key_weight = call.key_weight;
-    AttentionCall attention = *part.attention;
-    attention.query = rotary.heads, attention.out = space.attended + part.first_token * width;
-    attention.key = part.key_cache, attention.value = part.value_cache;
-    if (const Result result = check(rotary)) return result;
-    if (const Result result = check_attention(attention)) return result;
-    rotaries.push_back(rotary);
-    attentions.emplace_back(attention, buffers[p]);
+
+  Result prepare(const LayerCall& layer, T* attended) {
+    const LayerWeights& weights = *layer.weights;
+    // Kept between calls: fresh memory costs a page fault every 4 KiB.
+    static thread_local std::vector<std::vector<float>> buffers;
+    buffers.resize(std::max(buffers.size(), size_t(layer.num_parts)));
+    for (int32_t p = 0; p < layer.num_parts; p++) {
+      const LayerPart& part = layer.parts[p];
+      RotaryCall rotary = *part.rotary;
+      rotary.heads = static_cast<T*>(layer.heads) + part.first_token * weights.qkv.outputs;
+      rotary.key_cache = layer.caches[p].keys, rotary.value_cache = layer.caches[p].values;
+      rotary.query_weight = weights.query_weight, rotary.key_weight = weights.key_weight;
+      AttentionCall attention = *part.attention;
+      attention.query = rotary.heads, attention.out = attended + part.first_token * weights.attention_out.inputs;
+      attention.key = rotary.key_cache, attention.value = rotary.value_cache;
+      if (const Result result = check(rotary)) return result;
+      if (const Result result = check_attention(attention)) return result;
+      rotaries.push_back(rotary);
+      attentions.emplace_back(attention, buffers[p]);
+    }
+    return kDone;
   }
-  const T* const hidden = static_cast<const T*>(call.hidden);
-  T* const out = static_cast<T*>(call.out);
+};
+
+// out = the layer of hidden, which may be the same memory.
+template <typename T>
+void run_layer(Team& team, const LayersCall& call, const LayerCall& layer, const Attentions<T>& prepared,
+               const Workspace<T>& space, const T* hidden, T* out) {
+  const LayerWeights& weights = *layer.weights;
+  const int64_t size = weights.qkv.inputs, width = weights.attention_out.inputs, gates = weights.down.inputs;
+  T* const heads = static_cast<T*>(layer.heads);
+  const auto multiply = [&](const ProductWeight& weight, const T* x, const T* residual, T* to, int64_t rows) {
+    call.multiply(&team, call.dtype, &weight, x, residual, to, space.panels, rows);
+  };
+  // What each thread prepares for itself is the same in all of them. One that is late may read values of a later
+  // step: then the items that it prepares for are done.
+  static thread_local std::vector<T> own;
+  const bool alone = call.rows <= kOwnRows;
+  if (alone) own.resize(std::max<size_t>(own.size(), call.rows * (size + gates)));
+  T* const normed = alone ? own.data() : space.normed;
+  T* const activated = alone ? own.data() + call.rows * size : space.activated;
+  Team single(nullptr, INT64_MAX, 0, 1);
+  Team& own_or_all = alone ? single : team;
+  const auto norm = [&](Team& team, const NormWeight& by, const T* x, const T* residual, T* to, int64_t rows) {
+    norm_rows<T>(team, x, residual, static_cast<const T*>(by.weight), to, nullptr, rows, size, by.eps, by.offset);
+  };
+  // to = residual + the product of x, or its norm.
+  const auto add = [&](const ProductWeight& weight, const NormWeight& after, const T* x, const T* residual, T* to,
+                       int64_t rows) {
+    if (!after.weight) return multiply(weight, x, residual, to, rows);
+    multiply(weight, x, nullptr, space.normed, rows);
+    norm(team, after, space.normed, residual, to, rows);
+  };
+  for (int64_t first = 0; first < call.rows; first += space.chunk) {
+    const int64_t rows = std::min(space.chunk, call.rows - first);
+    norm(own_or_all, weights.before_attention, hidden + first * size, nullptr, normed, rows);
+    multiply(weights.qkv, normed, nullptr, heads + first * weights.qkv.outputs, rows);
+  }
+  // All writes first: a sequence may share a prefix that another one computes in this step.
+  for (const RotaryCall& rotary : prepared.rotaries) rotary_write<T>(team, rotary);
+  for (const Attention<T>& attention : prepared.attentions) attention.run(team);
+  for (int64_t first = 0; first < call.rows; first += space.chunk) {
+    const int64_t rows = std::min(space.chunk, call.rows - first);
+    T* const sums = out + first * size;
+    add(weights.attention_out, weights.after_attention, space.attended + first * width, hidden + first * size, sums,
+        rows);
+    norm(own_or_all, weights.before_mlp, sums, nullptr, normed, rows);
+    multiply(weights.gate_up, normed, nullptr, space.gate_up, rows);
+    gate_rows(own_or_all, weights.activation, space.gate_up, activated, rows, gates);
+    add(weights.down, weights.after_mlp, activated, sums, sums, rows);
+  }
+}
+
+template <typename T>
+Result run(const LayersCall& call) {
+  const Workspace<T> space(call);
   const int64_t chunks = (call.rows + space.chunk - 1) / space.chunk;
-  const int64_t steps = chunks * (4 * kProductSteps + 5) + call.num_parts * (1 + Attention<T>::kSteps);
+  std::vector<Attentions<T>> attentions(call.num_layers);
+  int64_t steps = 0;
+  for (int32_t i = 0; i < call.num_layers; i++) {
+    if (const Result result = attentions[i].prepare(call.layers[i], space.attended)) return result;
+    steps += chunks * (4 * kProductSteps + 5) + call.layers[i].num_parts * (1 + Attention<T>::kSteps);
+  }
+  T* const out = static_cast<T*>(call.out);
   in_team(true, steps, [&](Team& team) {
-    const auto multiply = [&](const ProductWeight& weight, const T* x, const T* residual, T* out, int64_t rows) {
-      call.multiply(&team, call.dtype, &weight, x, residual, out, space.panels, rows);
-    };
-    // What each thread prepares for itself is the same in all of them. One that is late may read values of a later
-    // step: then the items that it prepares for are done.
-    static thread_local std::vector<T> own;
-    const bool alone = call.rows <= kOwnRows;
-    if (alone) own.resize(std::max<size_t>(own.size(), call.rows * (size + call.down.inputs)));
-    T* const normed = alone ? own.data() : space.normed;
-    T* const activated = alone ? own.data() + call.rows * size : space.activated;
-    Team single(nullptr, INT64_MAX, 0, 1);
-    Team& own_or_all = alone ? single : team;
-    const auto norm = [&](Team& team, const NormWeight& by, const T* x, const T* residual, T* to, int64_t rows) {
-      norm_rows<T>(team, x, residual, static_cast<const T*>(by.weight), to, nullptr, rows, size, by.eps, by.offset);
-    };
-    // to = residual + the product of x, or its norm.
-    const auto add = [&](const ProductWeight& weight, const NormWeight& after, const T* x, const T* residual, T* to,
-                         int64_t rows) {
-      if (!after.weight) return multiply(weight, x, residual, to, rows);
-      multiply(weight, x, nullptr, space.normed, rows);
-      norm(team, after, space.normed, residual, to, rows);
-    };
-    for (int64_t first = 0; first < call.rows; first += space.chunk) {
-      const int64_t rows = std::min(space.chunk, call.rows - first);
-      norm(own_or_all, call.before_attention, hidden + first * size, nullptr, normed, rows);
-      multiply(call.qkv, normed, nullptr, heads + first * call.qkv.outputs, rows);
-    }
-    // All writes first: a sequence may share a prefix that another one computes in this step.
-    for (const RotaryCall& rotary : rotaries) rotary_write<T>(team, rotary);
-    for (const Attention<T>& attention : attentions) attention.run(team);
-    for (int64_t first = 0; first < call.rows; first += space.chunk) {
-      const int64_t rows = std::min(space.chunk, call.rows - first);
-      T* const sums = out + first * size;
-      const T* const attended = space.attended + first * width;
-      add(call.attention_out, call.after_attention, attended, hidden + first * size, sums, rows);
-      norm(own_or_all, call.before_mlp, sums, nullptr, normed, rows);
-      multiply(call.gate_up, normed, nullptr, space.gate_up, rows);
-      gate_rows(own_or_all, call.activation, space.gate_up, activated, rows, call.down.inputs);
-      add(call.down, call.after_mlp, activated, sums, sums, rows);
-    }
+    for (int32_t i = 0; i < call.num_layers; i++)
+      run_layer<T>(team, call, call.layers[i], attentions[i], space, i ? out : static_cast<const T*>(call.hidden), out);
   });
   return kDone;
 }
@@ -169,12 +214,12 @@ Result run(const LayerCall& call) {
 extern "C" {
 
 // Bytes of the workspace for a call's rows, weights and dtype.
-int64_t folio_layer_workspace(const LayerCall* call) {
+int64_t folio_layers_workspace(const LayersCall* call) {
   return call->dtype == 0 ? Workspace<float>(*call).num_bytes : Workspace<BFloat16>(*call).num_bytes;
 }
 
-// Returns a folio::Result. Nothing is read or written unless all slots and cached tokens are within the cache.
-int folio_layer(const LayerCall* call) {
+// Returns a folio::Result. Nothing is read or written unless all slots and cached tokens are within the caches.
+int folio_layers(const LayersCall* call) {
   if (call->dtype == 0) return run<float>(*call);
   if (call->dtype == 1) return run<BFloat16>(*call);
   return kUnsupported;

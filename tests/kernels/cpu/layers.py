@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from folio.kernels import CpuElementwise, CpuLinear, quantise
-from folio.kernels.cpu.layer import CpuLayer, LayerPart, LayerWeights, Product, StepParts, Workspace
+from folio.kernels.cpu.layer import (
+    CpuLayer,
+    LayerPart,
+    LayerWeights,
+    PreparedLayer,
+    Product,
+    StepParts,
+    Workspace,
+    run_layers,
+)
 from folio.kernels.cpu.ops import CpuRotaryWrite
 from folio.kernels.cpu.provider import CpuAttend, CpuProvider
 from folio.kernels.elementwise import ACTIVATIONS, Activation, HeadNorm, RotaryWrite
@@ -109,9 +118,16 @@ def prepared(steps: list[Step]) -> StepParts:
     return StepParts(parts)
 
 
-def in_one_call(weights: LayerWeights, hidden: torch.Tensor, steps: list[Step]) -> torch.Tensor:
-    heads = hidden.new_empty(len(hidden), *steps[0].rotary.heads.shape[1:])
-    return CpuLayer(weights, Workspace())(hidden, heads, prepared(steps), [step.caches for step in steps])
+def of_step(layer: CpuLayer, steps: list[Step], heads: torch.Tensor | None = None) -> PreparedLayer:
+    """The layer of a step. Args: `heads`: of all rows, new ones if not given."""
+    if heads is None:
+        like = steps[0].rotary.heads
+        heads = like.new_empty(sum(len(step.rotary.heads) for step in steps), *like.shape[1:])
+    return PreparedLayer(layer, heads, prepared(steps), [step.caches for step in steps])
+
+
+def in_one_call(weights: LayerWeights, hidden: torch.Tensor, steps: list[Step], march: str = "native") -> torch.Tensor:
+    return run_layers(hidden, [of_step(CpuLayer(weights, march), steps)], Workspace())
 
 
 def by_single_operations(weights: LayerWeights, hidden: torch.Tensor, steps: list[Step]) -> torch.Tensor:
@@ -166,7 +182,7 @@ class Layer:
         activation = ACTIVATIONS[seed % len(ACTIVATIONS)]
         self.weights = make_weights(dtype, **flags, activation=activation)
         self.description = f"seed {seed}, {flags}, {activation}"
-        self._run = CpuLayer(self.weights, Workspace())
+        self._layer = CpuLayer(self.weights)
         parts = parts or [random_lengths(rng) for _ in range(rng.choice([1, 1, 2]))]
         self.steps = [make_step(lengths, self.weights, dtype, seed=seed + i) for i, lengths in enumerate(parts)]
         self.hidden = random_hidden(sum(len(step.rotary.heads) for step in self.steps), dtype)
@@ -175,9 +191,8 @@ class Layer:
         """The layer's output, its queries, keys and values, and the caches after the writes."""
         steps = [step.copied() for step in self.steps]
         heads = self.hidden.new_zeros(len(self.hidden), *steps[0].rotary.heads.shape[1:])
-        caches = [step.caches for step in steps]
-        out = self._run(self.hidden, heads, prepared(steps), caches)
-        return [out, heads, *(cache for pair in caches for cache in pair)]
+        out = run_layers(self.hidden, [of_step(self._layer, steps, heads)], Workspace())
+        return [out, heads, *(cache for step in steps for cache in step.caches)]
 
     def expected(self) -> list[torch.Tensor]:
         """The output and the caches, by single operations."""

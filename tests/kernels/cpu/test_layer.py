@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from folio.kernels import KernelError
-from folio.kernels.cpu.layer import CpuLayer, Workspace
+from folio.kernels.cpu.layer import CpuLayer, Workspace, run_layers
 from folio.kernels.elementwise import HeadNorm
 from tests.kernels.cases import Lengths
 from tests.kernels.cpu.layers import (
@@ -21,7 +21,7 @@ from tests.kernels.cpu.layers import (
     in_one_call,
     make_step,
     make_weights,
-    prepared,
+    of_step,
     random_hidden,
 )
 from tests.kernels.marches import MARCHES, has_layers
@@ -57,9 +57,7 @@ def test_lesser_processors(codes: bool, march: str, dtype: torch.dtype) -> None:
     step = make_step(MIXED, ours, dtype)
     hidden = random_hidden(len(step.rotary.heads), dtype)
     expected, actual = (
-        CpuLayer(weights, Workspace(), name)(
-            hidden, torch.empty_like(own.rotary.heads), prepared([own]), [own.caches]
-        ).float()
+        in_one_call(weights, hidden, [own], name).float()
         for weights, own, name in ((ours, step.copied(), "native"), (theirs, step, march))
     )
     # A value that is rounded otherwise changes codes of the inputs of a quantised weight.
@@ -102,14 +100,32 @@ def test_a_row_depends_neither_on_other_rows_nor_on_threads(dtype: torch.dtype) 
 def test_a_workspace_serves_calls_of_any_size(dtype: torch.dtype) -> None:
     """Values that a larger call left behind are not read."""
     weights, workspace = make_weights(dtype), Workspace()
-    layer = CpuLayer(weights, workspace)
+    layer = CpuLayer(weights)
     for lengths in (DECODES, MIXED, [(1, 3)], MIXED, DECODES):
         ours = make_step(lengths, weights, dtype)
         theirs, hidden = ours.copied(), random_hidden(len(ours.rotary.heads), dtype)
-        heads = hidden.new_empty(ours.rotary.heads.shape)
-        actual = layer(hidden, heads, prepared([ours]), [ours.caches])
+        actual = run_layers(hidden, [of_step(layer, [ours])], workspace)
         assert torch.equal(actual, by_single_operations(weights, hidden, [theirs]))
         workspace.at_least(0).fill_(255)  # NaN in both dtypes
+
+
+@pytest.mark.parametrize("lengths", [DECODES, LONG, [(1, 5)]], ids=["decodes", "long", "alone"])
+def test_several_layers_in_one_call(lengths: Lengths, dtype: torch.dtype) -> None:
+    """Layers with other activations and norms, and caches of their own."""
+    weights = [make_weights(dtype, activation="silu"), make_weights(dtype, norms=True, after=True, activation="gelu")]
+    weights.append(make_weights(dtype, codes=True))
+    ours = [make_step(lengths, weight, dtype, seed=seed) for seed, weight in enumerate(weights)]
+    theirs = [step.copied() for step in ours]
+    expected = hidden = random_hidden(len(ours[0].rotary.heads), dtype)
+    for weight, step in zip(weights, theirs, strict=True):
+        expected = by_single_operations(weight, expected, [step])
+    before = hidden.clone()
+    layers = [of_step(CpuLayer(weight), [step]) for weight, step in zip(weights, ours, strict=True)]
+    for _ in range(2):  # writing again changes nothing
+        assert torch.equal(run_layers(hidden, layers, Workspace()), expected)
+        assert torch.equal(hidden, before)
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(itertools.starmap(torch.equal, zip(a.caches, b.caches, strict=True)))
 
 
 @pytest.mark.parametrize("wrong", ["slot", "block"])

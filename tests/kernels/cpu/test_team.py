@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from folio.kernels import CpuLinear, quantise
-from folio.kernels.cpu.layer import CpuLayer, Workspace
-from tests.kernels.cpu.layers import SIZE, Layer, make_step, make_weights, prepared
+from tests.kernels.cpu.layers import SIZE, Layer, in_one_call, make_step, make_weights
 from tests.kernels.marches import MARCHES, has_layers
 
 THREADS = (2, 3, 4, 8)
@@ -92,7 +91,5 @@ def test_products_equal_those_of_one_thread(march: str, bits: Literal[4] | None,
 
 def test_a_layer_of_no_rows(dtype: torch.dtype) -> None:
     """A division by zero, before."""
-    layer = CpuLayer(make_weights(dtype), Workspace())
     step = make_step([(1, 1)], make_weights(dtype), dtype)
-    hidden = torch.empty(0, SIZE, dtype=dtype)
-    assert layer(hidden, step.rotary.heads[:0], prepared([step]), [step.caches]).shape == (0, SIZE)
+    assert in_one_call(make_weights(dtype), torch.empty(0, SIZE, dtype=dtype), [step]).shape == (0, SIZE)

@@ -14,7 +14,7 @@ from torch import nn
 from folio.app.engine.layers import fused_layer
 from folio.app.engine.layers.fused_layer import FusedLayer, fuse_layers
 from folio.app.engine.layers.fusion import FusedRMSNorm, fuse_attention, fuse_modules
-from folio.app.engine.layers.lazy_sum import LazySum, evaluated
+from folio.app.engine.layers.lazy_tensor import LazySum, evaluated
 from folio.kernels import CpuElementwise, Elementwise
 from tests.app.engine.layers.models import CountedElementwise, Launches, bind_reference, logits_of, make_model
 from tests.fakes.recorded_graph import Recorder
@@ -70,7 +70,7 @@ def test_containers_keep_their_types() -> None:
     ones, lazy = torch.ones(2), LazySum(torch.ones(2), torch.ones(2))
     given = OrderedDict(pair=Pair([lazy], {"other": ones}), items=Items([ones, (lazy,)]), size=ones.size())
     found = evaluated(given)
-    assert found == OrderedDict(pair=Pair([lazy.total], {"other": ones}), items=Items([ones, (lazy.total,)]), size=(2,))
+    assert found == OrderedDict(pair=Pair([lazy.value], {"other": ones}), items=Items([ones, (lazy.value,)]), size=(2,))
     assert [type(found), *map(type, found.values())] == [OrderedDict, Pair, Items, torch.Size]
     assert given["pair"].first[0] is lazy  # what the caller has stays as it is
     assert type(found["pair"].first[0]) is torch.Tensor
@@ -84,7 +84,7 @@ def test_one_addition() -> None:
     update, residual = torch.randn(2, 1, 3, 8)
     with launches:
         lazy = LazySum(update, residual)
-        first, second, total = norm(lazy), norm(lazy), lazy.total
+        first, second, total = norm(lazy), norm(lazy), lazy.value
         late = LazySum(update, residual)
         assert torch.equal(late + 0, total)
         assert torch.equal(norm(late), first)

@@ -51,6 +51,8 @@ constexpr int kTile = kNative;         // outputs
 constexpr int kVector = 4 * kNative;   // bytes
 constexpr int kSlab = 32, kWords = 8;  // inputs of a slab, its words
 constexpr int kSuper = 8;              // slabs with one super scale
+// Weights are read from this many slabs ahead, for rows that are few enough to wait for memory.
+constexpr int64_t kAheadSlabs = 16, kMemoryBoundRows = 2;
 constexpr int64_t kPackedSlabs = 64;   // packed by one thread at a time
 constexpr int64_t kItemBytes = 8 << 10;  // of weights that a thread takes at a time
 constexpr int64_t kPanelBytes = 512 << 10;  // of rows in a core's cache, for one reading of the weights
@@ -137,11 +139,14 @@ struct Tile {
   const char* scales;
   const Half* supers;
   int width;  // values of a scale and an offset
+  int64_t slab_scale_bytes;  // rounded down
 
   Tile(const WeightPart& part, int64_t tile, int64_t slabs) : part(part), width(part.has_offsets ? 2 : 1) {
     codes = static_cast<const uint8_t*>(part.codes) + tile * slabs * kBits * kVector;
     const int64_t groups = (slabs * kHalves + part.every - 1) / part.every;
-    scales = static_cast<const char*>(part.scales) + tile * groups * width * kNative * (part.supers ? 1 : 2);
+    const int64_t group_bytes = width * kNative * (part.supers ? 1 : 2);
+    scales = static_cast<const char*>(part.scales) + tile * groups * group_bytes;
+    slab_scale_bytes = kHalves * group_bytes / part.every;
     supers = static_cast<const Half*>(part.supers);
     if (supers) supers += tile * ((slabs + kSuper - 1) / kSuper) * width * kNative;
   }
@@ -247,11 +252,16 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
 #endif
   for (int r = 0; r < kRows; r++) sums[r] = Floats{};
   for (int64_t slab = 0; slab < slabs; slab++, codes += kBits * kVector, x += RoundedRows::kSlabWords * kRows) {
+    if constexpr (kRows <= kMemoryBoundRows) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kBits * kVector; i += 64) __builtin_prefetch(codes + kAheadSlabs * kBits * kVector + i, 0, 2);
+      __builtin_prefetch(tile.scales + (slab + kAheadSlabs) * tile.slab_scale_bytes, 0, 2);
+    }
 #pragma GCC unroll 2
     for (int h = 0; h < kHalves; h++) {
       // The sums of a row's codes in this half, or of the whole slab.
       const int32_t* const totals = x + (kWords + 1 + h) * kRows;
-      Ints dots[kRows];
+      Ints dots[kRows], odd[kRows] = {};
       int32_t total[kRows];
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
@@ -268,9 +278,10 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
         if constexpr (kTable) w = looked_up(w, tile.part.table);
         const int32_t* const values = x + (h * kHalfWords + i) * kRows;
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+        Ints* const to = kRows <= kMemoryBoundRows && i % 2 ? odd : dots;  // two chains take half the latency of one
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++)
-          dots[r] = (Ints)_mm512_dpbusd_epi32((__m512i)dots[r], (__m512i)w, _mm512_set1_epi32(values[r]));
+          to[r] = (Ints)_mm512_dpbusd_epi32((__m512i)to[r], (__m512i)w, _mm512_set1_epi32(values[r]));
 #elif defined(__AVX2__)
         if constexpr (kWide) w ^= Bytes{} + 128;
 #if defined(__AVX512BW__)
@@ -314,8 +325,8 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
       const float* const of_rows = reinterpret_cast<const float*>(x) + kWords * kRows;
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
-        Floats value = __builtin_convertvector(dots[r], Floats) * scale;
-        if (tile.part.has_offsets) value += offset * static_cast<float>(total[r]);
+        Floats value = __builtin_convertvector(dots[r] + odd[r], Floats) * scale;
+        if (tile.part.has_offsets) value += offset * __builtin_convertvector(everywhere(total[r]), Floats);
         sums[r] += value * of_rows[r];
       }
     }

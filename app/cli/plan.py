@@ -150,10 +150,10 @@ def choose_target(device: str | None, memory: int | None) -> Target:
 
 
 def check_model(model: str) -> str:
-    """The name by which to plan the model: of a Hub's GGUF file the folder of its metadata. Raises `ModelError` for a
-    path without a model, and for weights of other formats; another Hub id is not looked up."""
+    """The name by which to plan the model: of a Hub's GGUF file the folder of its metadata. Raises `ConfigError` for a
+    path without a model, and for weights that are damaged or of other formats; another Hub id is not looked up."""
     from folio.app.config.checkpoint import format_fault, name_fault
-    from folio.app.errors import ModelError
+    from folio.app.errors import ConfigError
     from folio.app.models.builtin import local_folder
     from folio.app.models.gguf.names import planned_gguf
 
@@ -162,7 +162,7 @@ def check_model(model: str) -> str:
     if folder.is_dir() and not (folder / "config.json").is_file():
         fault = fault or "it has no config.json"
     if fault is not None:
-        raise ModelError(f"cannot plan {model!r}: {fault}")
+        raise ConfigError(f"cannot plan {model!r}: {fault}")
     return planned_gguf(model) or model
 
 

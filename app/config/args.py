@@ -12,6 +12,7 @@ from folio.app.config.http import HttpSettings, NonNegativeBytes, PositiveBytes,
 from folio.app.config.parsers import ReasoningParserName, ToolParserName
 from folio.app.config.shelf import NEEDS_TOKENIZER, ModelConfig, ShelfConfig, shelf_problems
 from folio.app.errors import ConfigError
+from folio.app.models.gguf.files import default_name
 
 
 class RoutingArgs(Settings):
@@ -102,7 +103,7 @@ class AppArgs(Settings):
         """The models of each replica. `engine` is a shelf of one model, which never sleeps."""
         if self.engine is not None:
             only = ModelConfig(
-                name=self.model_name or Path(self.engine.model).name,
+                name=self.model_name or default_name(self.engine.model),
                 engine=self.engine,
                 keep="always",
                 tool_call_parser=self.tool_call_parser,

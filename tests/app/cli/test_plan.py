@@ -85,9 +85,9 @@ def test_mistakes_are_one_line(arguments: list[str], line: str, capsys: pytest.C
 
 
 def test_a_folder_without_a_model(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(tmp_path), "--memory", "1GiB"]) == 1
+    assert main(["plan", str(tmp_path), "--memory", "1GiB"]) == 2
     assert f"cannot plan {str(tmp_path)!r}: it has no config.json" in capsys.readouterr().err
-    assert main(["plan", "./nowhere", "--memory", "1GiB"]) == 1
+    assert main(["plan", "./nowhere", "--memory", "1GiB"]) == 2
     assert "cannot plan './nowhere': no such folder exists" in capsys.readouterr().err
 
 

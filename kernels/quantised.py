@@ -9,6 +9,7 @@ IQ4_NL, IQ4_XS, MXFP4                  [super scale ·] scale · table[code]
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -91,6 +92,30 @@ class QuantisedWeight:
         parts = {name: getattr(self, name) for name in names}
         chosen: dict[str, Any] = {name: None if part is None else part[outputs] for name, part in parts.items()}
         return replace(self, **chosen)
+
+    def columns(self, start: int, end: int) -> QuantisedWeight:
+        """The inputs `start` to `end - 1`; groups that this would cut become smaller ones.
+
+        Raises:
+            ValueError: the inputs have an order, or the kernels have no groups so small.
+        """
+        inputs, nested = self.shape[1], self.super_scales is not None
+        # Whatever the last group lacks.
+        stop = end if end < inputs else 0
+        least = SUPER_GROUP if nested else LEAST_GROUP[self.bits]
+        if self.order is not None:
+            raise ValueError("its inputs are grouped by their activations (desc_act)")
+        if start % least or stop % least:
+            raise ValueError(f"inputs {start} to {end - 1} of {inputs} would cut a group of {least}")
+        group = self.group if nested else math.gcd(self.group, start, stop)
+
+        def cut(values: torch.Tensor | None, old: int, new: int) -> torch.Tensor | None:
+            return None if values is None else values.repeat_interleave(old // new, 1)[:, start // new : -(-end // new)]
+
+        by_group = {name: cut(getattr(self, name), self.group, group) for name in ("scales", "offsets")}
+        supers = {f"super_{name}": cut(getattr(self, f"super_{name}"), SUPER_GROUP, SUPER_GROUP) for name in by_group}
+        changed: dict[str, Any] = {**by_group, **supers}
+        return replace(self, codes=self.codes[:, start:end], group=group, **changed)
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values `[outputs, inputs]`: the definition, computed in float32."""

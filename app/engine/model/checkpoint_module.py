@@ -27,7 +27,7 @@ from folio.app.engine.layers.fused_layer import fuse_layers
 from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
 from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.layers.linear import choose_product, pack_linears, packed_by, use_few_row_products
-from folio.app.engine.layers.sharding import ShardPlan, load_share
+from folio.app.engine.layers.sharding import ShardPlan, load_share, plan_shards
 from folio.app.engine.model.pooling import Pooling, is_classifier
 from folio.app.engine.model.quantised_module import Descriptions, Fuse, QuantisedLoader, described, embed_as, packed_as
 from folio.app.engine.model.tokenizer import one_line
@@ -120,7 +120,7 @@ def find_quantised(config: ResolvedConfig, hf_config: PreTrainedConfig) -> Quant
             folder = Path(snapshot_download(config.model, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
-    on_cpu = config.device == "cpu" and config.tensor_parallel_size == 1 and config.dtype != "float16"
+    on_cpu = config.device == "cpu" and config.dtype != "float16"
     return open_checkpoint(folder, fp8=on_cpu and config.quantization == "none")
 
 
@@ -134,8 +134,6 @@ def _quantised_module(
 ) -> MadeModule:
     """The module with the checkpoint's codes. Raises `ConfigError` where they cannot be computed with."""
     name = config.model
-    if comm is not None:
-        raise ConfigError(f"the weights of {name!r} are quantised, which is for one rank so far, not for {comm.size}")
     if config.quantization != "none":
         raise ConfigError(f"quantization is {config.quantization!r}, but {name!r} is quantised already; use 'none'")
     device, dtype = torch.device(config.device), quantised_dtype(config, hf_config)
@@ -157,17 +155,18 @@ def _quantised_module(
         module.generation_config = GenerationConfig.from_pretrained(resolve_model(name))
     _check_attention(module, name, hf_config)
     module.eval().requires_grad_(False)
+    plan = None if comm is None else plan_shards(module, comm.rank, comm.size)
     recurrent_layers = recurrent.install(module)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # buffers
     fuse, few = _fusion(config)
     try:
-        num_fused = QuantisedLoader(module, checkpoint, linear, device).load(fuse, record)
+        num_fused = QuantisedLoader(module, checkpoint, linear, device, plan).load(fuse, record)
     except ModelError as error:
         raise ModelError(f"cannot load {name!r}: {error}") from error
     num_few = 0 if few is None else use_few_row_products(module, few)
     logger.info("fused %d modules, %d with products of few rows; quantised weights stay packed", num_fused, num_few)
     generates = pooling is None or not is_classifier(hf_config)
-    return MadeModule(module, None, generates, recurrent_layers, record)
+    return MadeModule(module, plan, generates, recurrent_layers, record)
 
 
 def quantised_dtype(config: ResolvedConfig, hf_config: PreTrainedConfig) -> torch.dtype:
@@ -177,10 +176,11 @@ def quantised_dtype(config: ResolvedConfig, hf_config: PreTrainedConfig) -> torc
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters of modules that are made meanwhile take no memory; buffers are computed."""
+    """Parameters of modules that this thread makes meanwhile take no memory; buffers are computed."""
+    own = threading.get_ident()  # torch's hook is for all threads, which may be loading other models
 
     def take(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
+        if parameter is None or parameter.is_meta or threading.get_ident() != own:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 

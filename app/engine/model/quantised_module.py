@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear, pack_linears
+from folio.app.engine.layers.sharding import ShardPlan, ZeroShard
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
 from folio.kernels import PackedProduct, QuantisedWeight
@@ -32,14 +33,21 @@ class QuantisedLoader:
 
     Args:
         linear: of the device.
+        plan: of a rank's share, with which alone the module is filled.
 
     Raises:
         ModelError: the checkpoint lacks weights, or has others than the module.
     """
 
     def __init__(
-        self, module: PreTrainedModel, checkpoint: QuantisedCheckpoint, linear: PackedProduct, device: torch.device
+        self,
+        module: PreTrainedModel,
+        checkpoint: QuantisedCheckpoint,
+        linear: PackedProduct,
+        device: torch.device,
+        plan: ShardPlan | None = None,
     ) -> None:
+        self._plan = plan
         self._module, self._checkpoint, self._linear, self._device = module, checkpoint, linear, device
         self._sources: dict[str, PackedWeight] = {}  # of linear layers that are not replaced yet
         self._embeddings: dict[str, PackedWeight] = {}
@@ -81,6 +89,7 @@ class QuantisedLoader:
                 value = self._checkpoint.read(source)
                 if tuple(value.shape) != tuple(parameter.shape):
                     raise ModelError(f"the weight {name} is {list(value.shape)}, not {list(parameter.shape)}")
+                value = self._share(name, value)
                 if isinstance(value, QuantisedWeight):
                     if isinstance(module, nn.Embedding):
                         self._embed(where, module, source, value)
@@ -88,10 +97,27 @@ class QuantisedLoader:
                     if leaf == "weight" and type(module) is nn.Linear:
                         packed = self._linear.pack_quantised(value, parameter.dtype)
                         self._sources[name] = packed
-                        value = self._linear.rows(packed, torch.arange(len(parameter), device=self._device))
+                        value = self._linear.rows(packed, torch.arange(value.shape[0], device=self._device))
                     else:
                         value = value.dequantised()
                 setattr(module, leaf, nn.Parameter(value.to(self._device, parameter.dtype), requires_grad=False))
+
+    def _share(self, name: str, value: torch.Tensor | QuantisedWeight) -> torch.Tensor | QuantisedWeight:
+        """The rank's part of a weight."""
+        cut = None if self._plan is None else self._plan.cuts.get(name)
+        if self._plan is None or cut is None:
+            return value
+        if not isinstance(value, QuantisedWeight) or isinstance(cut, ZeroShard):
+            return cut.of(value)
+        if cut.dim == 0:
+            return value.select(torch.cat([torch.arange(*span) for span in cut.spans]))
+        [span] = cut.spans
+        try:
+            return value.columns(*span)
+        except ValueError as error:
+            raise ModelError(
+                f"{self._plan.size} ranks cannot share {name}: {error}; choose another tensor_parallel_size"
+            ) from None
 
     def _embed(self, path: str, module: nn.Embedding, source: str, value: QuantisedWeight) -> None:
         packed = self._linear.pack_quantised(value, module.weight.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,9 +54,9 @@ def block_tensor(values: torch.Tensor, bits: Literal[4, 8]) -> Tensor:
     return Tensor("Q8_0" if bits == 8 else "Q4_1", tuple(values.shape), torch.cat(parts, -1).numpy().tobytes())
 
 
-def quantised_file(path: Path, *, plain: tuple[str, ...] = (), untied: bool = False) -> Path:
+def quantised_file(path: Path, *, plain: tuple[str, ...] = (), untied: bool = False, width: int = 96) -> Path:
     """A model with weights of 4 and 8 bits. Args: `plain`: tensors that are not quantised."""
-    settings, tensors = tiny_llama(3)
+    settings, tensors = tiny_llama(3, width=width)
     if untied:
         tensors["output.weight"] = dense(torch.randn(tensors["token_embd.weight"].shape).bfloat16())
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -193,3 +194,10 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     del tensors["blk.1.ffn_up.weight"]
     with pytest.raises(ModelError, match=r"lacks 1 weights, model.layers.1.mlp.up_proj.weight among them|ffn_up"):
         load_model(config_of(write_gguf(tmp_path / "m.gguf", settings, tensors)))
+
+
+def test_a_model_that_is_made_leaves_other_threads_alone() -> None:
+    """Regression: parameters that another thread loaded meanwhile lost their values."""
+    with checkpoint_module._parameters_on_meta(), ThreadPoolExecutor(1) as pool:
+        own, other = nn.Linear(2, 2), pool.submit(nn.Linear, 2, 2).result()
+    assert (own.weight.is_meta, other.weight.is_meta) == (True, False)

@@ -1,0 +1,69 @@
+"""Shares of quantised weights: whether ranks can divide the inputs of a layer, whose groups have one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from folio.app.config.checkpoint_sizes import read_header, text_config
+from folio.app.config.quantised import LEAST_GROUP, read_scheme
+from folio.app.models.gguf.architectures import parameters
+from folio.app.models.gguf.files import read_gguf
+from folio.app.models.gguf.folder import gguf_files
+from folio.app.models.gguf.header import block_values
+
+# Layers of which a rank has some inputs and all outputs.
+_SPLIT_INPUTS = (".self_attn.o_proj", ".mlp.down_proj")
+# Endings that a quantised layer's tensors have besides `.weight`.
+_MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight.absmax")
+
+
+def share_faults(folder: Path, config: Mapping[str, Any], size: int) -> Iterator[str]:
+    """Why `size` ranks cannot share the quantised weights of a checkpoint; sentences that follow their number.
+
+    Raises:
+        ValueError: of a checkpoint that has other faults.
+        OSError: likewise.
+    """
+    quantization = config.get("quantization_config")
+    scheme = None if quantization is None else read_scheme(quantization)
+    if scheme is not None and scheme.group is not None and quantization.get("desc_act"):
+        yield f"the inputs of {folder} are grouped by their activations (desc_act), which one rank can compute: use 1"
+        return
+    files = gguf_files(folder)
+    if not files and scheme is None:
+        return
+    found = _of_gguf(files[0]) if files else _of_tensors(folder, text_config(config))
+    of_all_layers = {(name.rpartition(".layers.")[2].partition(".")[2], *rest) for name, *rest in found}
+    heads = _integer(text_config(config), "num_attention_heads")
+    for name, inputs, group in sorted(of_all_layers):
+        fitting = [n for n in range(1, size + 1) if heads % n == 0 and inputs % n == 0 and inputs // n % group == 0]
+        if fitting[-1] != size:
+            yield (
+                f"it would cut groups of the {inputs} inputs of {name} in {files[0] if files else folder}, which have one scale for each "
+                f"{group}: use {fitting[-1]}"
+            )
+
+
+def _of_gguf(file: Path) -> Iterator[tuple[str, int, int]]:
+    """(name, inputs, inputs that cannot be divided) of each layer whose inputs ranks share."""
+    for name, tensor, _ in parameters(read_gguf(file)):
+        if (layer := name.removesuffix(".weight")).endswith(_SPLIT_INPUTS):
+            yield layer, tensor.shape[1], block_values(tensor.kind)
+
+
+def _of_tensors(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
+    """The same of a quantised checkpoint. Args: `config`: of the text model."""
+    heads, width = _integer(config, "num_attention_heads"), _integer(config, "hidden_size")
+    head_dim = _integer(config, "v_head_dim") or _integer(config, "head_dim") or width // max(heads, 1)
+    inputs = dict(zip(_SPLIT_INPUTS, (heads * head_dim, _integer(config, "intermediate_size")), strict=True))
+    for file in folder.glob("*.safetensors"):
+        for name in read_header(file):
+            layer = next((name.removesuffix(mark) for mark in _MARKS if name.endswith(mark)), "")
+            yield from ((layer, size, LEAST_GROUP) for ending, size in inputs.items() if layer.endswith(ending))
+
+
+def _integer(config: Mapping[str, Any], name: str) -> int:
+    """A size; 0 if it is missing, or differs by layer."""
+    return value if isinstance(value := config.get(name), int) else 0

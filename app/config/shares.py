@@ -41,8 +41,8 @@ def share_faults(folder: Path, config: Mapping[str, Any], size: int) -> Iterator
         fitting = [n for n in range(1, size + 1) if heads % n == 0 and inputs % n == 0 and inputs // n % group == 0]
         if fitting[-1] != size:
             yield (
-                f"it would cut groups of the {inputs} inputs of {name} in {files[0] if files else folder}, which have one scale for each "
-                f"{group}: use {fitting[-1]}"
+                f"it would cut groups of the {inputs} inputs of {name} in {files[0] if files else folder}, which have "
+                f"one scale for each {group}: use {fitting[-1]}"
             )
 
 

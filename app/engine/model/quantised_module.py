@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # (module, record) → number of fused modules.
 Fuse = Callable[[nn.Module, FusionRecord], int]
+Pack = Callable[[str, nn.Module], PackedLinear | None]  # for `pack_linears`
 # Packed weights by the paths of their modules, described by plain values: see `described`.
 Descriptions = Mapping[str, Any]
 
@@ -64,20 +65,11 @@ class QuantisedLoader:
 
     def load(self, fuse: Fuse, record: FusionRecord) -> int:
         """Fill, fuse and pack all layers; return the number of fused modules."""
-        num_fused = 0
-        layers = list(_layer_paths(self._module))
-        for path in [*layers, ""]:
-            self._fill(path)
-            record.scope = _scope(path, () if path else layers)
-            num_fused += fuse(self._module, record)
-            parent = self._module.get_submodule(path)
-            pack_linears(parent, self._pack, f"{path}." if path else "")
-            self._sources.clear()
-        record.scope = lambda _: True
-        return num_fused
+        return by_layer(self._module, self._fill, fuse, record, self._pack)
 
     def _fill(self, path: str) -> None:
         """Read the parameters of a module that are not there yet."""
+        self._sources.clear()
         for where, module in list(self._module.get_submodule(path).named_modules(prefix=path)):
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 if not parameter.is_meta:
@@ -145,6 +137,20 @@ class QuantisedLoader:
         return PackedLinear(packed, (packed.outputs, packed.inputs), bias, self._linear, merged)
 
 
+def by_layer(module: nn.Module, fill: Callable[[str], None], fuse: Fuse, record: FusionRecord, pack: Pack) -> int:
+    """Fill, fuse and pack one layer after the other, so that the device has the values of one only; return the number
+    of fused modules. Args: `fill`: what is not there yet of a module, by its path."""
+    num_fused = 0
+    layers = list(_layer_paths(module))
+    for path in [*layers, ""]:
+        fill(path)
+        record.scope = _scope(path, () if path else layers)
+        num_fused += fuse(module, record)
+        pack_linears(module.get_submodule(path), pack, f"{path}." if path else "")
+    record.scope = lambda _: True
+    return num_fused
+
+
 def joined(weights: Sequence[PackedWeight | None]) -> PackedWeight | None:
     """The outputs of several quantised weights, one after the other; `None` if one is missing, or the inputs have
     different orders."""
@@ -184,7 +190,7 @@ def described(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def packed_as(descriptions: Descriptions, linear: PackedProduct) -> Callable[[str, nn.Module], PackedLinear | None]:
+def packed_as(descriptions: Descriptions, linear: PackedProduct) -> Pack:
     """Packs linear layers of a module on torch's meta device as described; for `pack_linears`."""
 
     def pack(path: str, layer: Any) -> PackedLinear | None:

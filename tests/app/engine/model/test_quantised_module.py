@@ -22,6 +22,7 @@ from folio.app.models.quantised.checkpoint import open_checkpoint
 from folio.app.models.weights.store import WeightStore
 from folio.kernels import CpuLinear, QuantisedWeight, quantise
 from tests.app.models.gguf.files import Tensor, dense, tiny_llama, write_gguf
+from tests.conftest import MakeCheckpoint
 
 IDS = torch.arange(3, 80)[None]
 
@@ -154,6 +155,39 @@ def test_products_of_cuda(tmp_path: Path, untied: bool, triton_products: None) -
         loaded.weights.close()
     assert torch.equal(*logits)
     assert ((logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item() < 0.02
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_made_at_load_on_cuda(
+    quantization: str, checkpoint: MakeCheckpoint, triton_products: None, tmp_path: Path
+) -> None:
+    """As close as bfloat16 is to float32, in which the values are another model's; also from a stored file."""
+    folder = checkpoint("qwen2", tie_word_embeddings=quantization == "int4")
+    values = _rounded_model(folder, 8 if quantization == "int8" else 4)
+    with torch.inference_mode():
+        expected = values(input_ids=IDS, use_cache=False).logits[0]
+    store, found = WeightStore(tmp_path / "weights"), []
+    for _ in range(2):
+        loaded = load_model(config_of(folder, dtype="bfloat16", quantization=quantization), weights=store)
+        found.append(logits_of(loaded))
+        packed = [module.packed for module in loaded.module.modules() if isinstance(module, PackedLinear)]
+        assert [len(weight.parts) for weight in packed] == [1] * (3 * 4 + 1)
+        assert all(weight.is_quantised for weight in packed)
+        assert loaded.weights is not None
+        loaded.weights.close()
+    assert torch.equal(*found)
+    assert ((found[0] - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item() < 0.05
+    with pytest.raises(ConfigError, match=rf"'{quantization}', which is not possible with torch\.float32 here"):
+        load_model(config_of(folder, quantization=quantization))
+
+
+def _rounded_model(folder: Path, bits: Literal[4, 8]) -> Any:
+    """transformers' model in float32, with the values that the weights of its linear layers are rounded to."""
+    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(quantise(layer.weight.detach().bfloat16(), bits).dequantised())
+    return module.eval()
 
 
 def test_greedy_tokens_of_the_engine_are_those_of_the_values(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from folio.app.models.gguf.header import block_values
 
 # Layers of which a rank has some inputs and all outputs.
 _SPLIT_INPUTS = (".self_attn.o_proj", ".mlp.down_proj")
+_LAYER = re.compile(r".*\.layers\.\d+\.")
 # Endings that a quantised layer's tensors have besides `.weight`.
 _MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight.absmax")
 
@@ -31,14 +33,12 @@ def share_faults(folder: Path, config: Mapping[str, Any], size: int) -> Iterator
     if scheme is not None and scheme.group is not None and quantization.get("desc_act"):
         yield f"the inputs of {folder} are grouped by their activations (desc_act), which one rank can compute: use 1"
         return
-    files = gguf_files(folder)
-    if not files and scheme is None:
-        return
-    found = _of_gguf(files[0]) if files else _of_tensors(folder, text_config(config))
-    of_all_layers = {(name.rpartition(".layers.")[2].partition(".")[2], *rest) for name, *rest in found}
-    heads = _integer(text_config(config), "num_attention_heads")
-    for name, inputs, group in sorted(of_all_layers):
-        fitting = [n for n in range(1, size + 1) if heads % n == 0 and inputs % n == 0 and inputs // n % group == 0]
+    files, text = gguf_files(folder), text_config(config)
+    found = _of_gguf(files[0]) if files else () if scheme is None else _of_tensors(folder, text)
+    heads = _integer(text, "num_attention_heads")
+    # Of all layers one.
+    for name, inputs, group in sorted({(_LAYER.sub("", name), *rest) for name, *rest in found}):
+        fitting = [n for n in range(1, size + 1) if not (heads % n or inputs % n or inputs // n % group)]
         if fitting[-1] != size:
             yield (
                 f"it would cut groups of the {inputs} inputs of {name} in {files[0] if files else folder}, which have "

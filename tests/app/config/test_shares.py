@@ -9,8 +9,7 @@ import pytest
 
 from folio.app.config.checkpoint import rank_faults
 from folio.app.models.builtin import resolve_model
-from tests.app.engine.model.quantised_checkpoints import KINDS, write_quantised
-from tests.app.engine.model.test_quantised_module import quantised_file
+from tests.app.engine.model.quantised_checkpoints import KINDS, quantised_file, write_quantised
 from tests.conftest import SMALL, MakeCheckpoint
 
 

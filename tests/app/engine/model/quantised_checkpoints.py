@@ -1,14 +1,17 @@
-"""Quantises checkpoints of random weights as the methods do, each with the dequantised one."""
+"""Checkpoints and GGUF files of random weights, quantised as the methods do."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from folio.kernels import quantise
+from tests.app.models.gguf.files import Tensor, dense, tiny_llama, write_gguf
 from tests.app.models.quantised.packing import AWQ_ORDER, NF4_CONFIG, NF4_LEVELS, nf4_state, words
 
 # Of the name of a module: its tensors, and its dequantised weight.
@@ -107,13 +110,13 @@ ROUNDED = {"awq": 0.01, "fp8": 0.1, "nf4": 0.1}
 
 def write_quantised(source: Path, kind: str, folder: Path) -> tuple[Path, Path]:
     """Write a checkpoint of a kind, and the one with its values; return their folders."""
-    quantise, quantization = KINDS[kind]
+    make, quantization = KINDS[kind]
     dense = load_file(source / "model.safetensors")
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in list(dense.items()):
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and tensor.ndim == 2 and "_proj" in name:
-            tensors, dense[name] = quantise(tensor.float())
+            tensors, dense[name] = make(tensor.float())
             packed |= {f"{module}.{part}": value.contiguous() for part, value in tensors.items()}
         else:
             packed[name] = tensor
@@ -126,3 +129,29 @@ def write_quantised(source: Path, kind: str, folder: Path) -> tuple[Path, Path]:
         (folder / name / "config.json").write_text(json.dumps(content))
         save_file(weights, folder / name / "model.safetensors", metadata={"format": "pt"})
     return folder / "packed", folder / "dense"
+
+
+def block_tensor(values: torch.Tensor, bits: Literal[4, 8]) -> Tensor:
+    """In Q8_0, or Q4_1."""
+    found = quantise(values, bits)
+    shape = *found.scales.shape, 1
+    parts = [found.scales.view(shape).view(torch.uint8)]
+    codes = found.codes.view(*found.scales.shape, 32)
+    if bits == 8:
+        parts.append(codes - 128)
+    else:
+        assert found.offsets is not None
+        parts += [found.offsets.view(shape).view(torch.uint8), codes[..., :16] | codes[..., 16:] << 4]
+    return Tensor("Q8_0" if bits == 8 else "Q4_1", tuple(values.shape), torch.cat(parts, -1).numpy().tobytes())
+
+
+def quantised_file(path: Path, *, plain: tuple[str, ...] = (), untied: bool = False, width: int = 96) -> Path:
+    """A model with weights of 4 and 8 bits. Args: `plain`: tensors that are not quantised."""
+    settings, tensors = tiny_llama(3, width=width)
+    if untied:
+        tensors["output.weight"] = dense(torch.randn(tensors["token_embd.weight"].shape).bfloat16())
+    for number, (name, tensor) in enumerate(tensors.items()):
+        if len(tensor.shape) == 2 and name not in plain:
+            values = torch.frombuffer(bytearray(tensor.data), dtype=torch.bfloat16).view(tensor.shape)
+            tensors[name] = block_tensor(values, 8 if number % 2 else 4)
+    return write_gguf(path, settings, tensors)

@@ -21,7 +21,8 @@ from folio.app.models.builtin import resolve_model
 from folio.app.models.quantised.checkpoint import open_checkpoint
 from folio.app.models.weights.store import WeightStore
 from folio.kernels import CpuLinear, QuantisedWeight, quantise
-from tests.app.models.gguf.files import Tensor, dense, tiny_llama, write_gguf
+from tests.app.engine.model.quantised_checkpoints import quantised_file
+from tests.app.models.gguf.files import tiny_llama, write_gguf
 from tests.conftest import MakeCheckpoint
 
 IDS = torch.arange(3, 80)[None]
@@ -39,32 +40,6 @@ def triton_products(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = pytest.importorskip("folio.kernels.triton.codes")
     monkeypatch.setattr(checkpoint_module, "select_packed_product", codes.TritonCodes)
     monkeypatch.setattr(loader, "run_in_one_call", lambda _: 0)  # of CPUs
-
-
-def block_tensor(values: torch.Tensor, bits: Literal[4, 8]) -> Tensor:
-    """In Q8_0, or Q4_1."""
-    found = quantise(values, bits)
-    shape = *found.scales.shape, 1
-    parts = [found.scales.view(shape).view(torch.uint8)]
-    codes = found.codes.view(*found.scales.shape, 32)
-    if bits == 8:
-        parts.append(codes - 128)
-    else:
-        assert found.offsets is not None
-        parts += [found.offsets.view(shape).view(torch.uint8), codes[..., :16] | codes[..., 16:] << 4]
-    return Tensor("Q8_0" if bits == 8 else "Q4_1", tuple(values.shape), torch.cat(parts, -1).numpy().tobytes())
-
-
-def quantised_file(path: Path, *, plain: tuple[str, ...] = (), untied: bool = False, width: int = 96) -> Path:
-    """A model with weights of 4 and 8 bits. Args: `plain`: tensors that are not quantised."""
-    settings, tensors = tiny_llama(3, width=width)
-    if untied:
-        tensors["output.weight"] = dense(torch.randn(tensors["token_embd.weight"].shape).bfloat16())
-    for number, (name, tensor) in enumerate(tensors.items()):
-        if len(tensor.shape) == 2 and name not in plain:
-            values = torch.frombuffer(bytearray(tensor.data), dtype=torch.bfloat16).view(tensor.shape)
-            tensors[name] = block_tensor(values, 8 if number % 2 else 4)
-    return write_gguf(path, settings, tensors)
 
 
 def config_of(path: Path, **settings: Any) -> ResolvedConfig:

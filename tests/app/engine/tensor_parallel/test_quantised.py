@@ -15,8 +15,7 @@ from folio.app.engine.model.loader import LoadedModel, load_model
 from folio.app.engine.ranks import worker
 from folio.app.errors import ModelError
 from folio.kernels import CpuLinear
-from tests.app.engine.model.quantised_checkpoints import KINDS, write_quantised
-from tests.app.engine.model.test_quantised_module import quantised_file
+from tests.app.engine.model.quantised_checkpoints import KINDS, quantised_file, write_quantised
 from tests.app.engine.tensor_parallel.thread_ranks import thread_ranks
 from tests.conftest import MakeCheckpoint
 

@@ -28,22 +28,26 @@ def share_faults(folder: Path, config: Mapping[str, Any], size: int) -> Iterator
         ValueError: of a checkpoint that has other faults.
         OSError: likewise.
     """
-    quantization = config.get("quantization_config")
+    quantization, text, files = config.get("quantization_config"), text_config(config), gguf_files(folder)
     scheme = None if quantization is None else read_scheme(quantization)
-    if scheme is not None and scheme.group is not None and quantization.get("desc_act"):
+    if scheme is not None and scheme.group is not None and config["quantization_config"].get("desc_act"):
         yield f"the inputs of {folder} are grouped by their activations (desc_act), which one rank can compute: use 1"
         return
-    files, text = gguf_files(folder), text_config(config)
     found = _of_gguf(files[0]) if files else () if scheme is None else _of_tensors(folder, text)
-    heads = _integer(text, "num_attention_heads")
-    # Of all layers one.
-    for name, inputs, group in sorted({(_LAYER.sub("", name), *rest) for name, *rest in found}):
-        fitting = [n for n in range(1, size + 1) if not (heads % n or inputs % n or inputs // n % group)]
-        if fitting[-1] != size:
-            yield (
-                f"it would cut groups of the {inputs} inputs of {name} in {files[0] if files else folder}, which have "
-                f"one scale for each {group}: use {fitting[-1]}"
-            )
+    layers = sorted({(_LAYER.sub("", name), inputs, group) for name, inputs, group in found})  # of all layers one
+    if cut := [layer for layer in layers if not _can_share(layer, size)]:
+        name, inputs, group = cut[0]
+        heads = _integer(text, "num_attention_heads")
+        fitting = [n for n in range(1, size) if heads % n == 0 and all(_can_share(layer, n) for layer in layers)]
+        yield (
+            f"it would cut groups of the {inputs} inputs of {name} in {files[0] if files else folder}, which have one "
+            f"scale for each {group}: use {fitting[-1]}"
+        )
+
+
+def _can_share(layer: tuple[str, int, int], size: int) -> bool:
+    _, inputs, group = layer
+    return size == 1 or inputs % (size * group) == 0
 
 
 def _of_gguf(file: Path) -> Iterator[tuple[str, int, int]]:

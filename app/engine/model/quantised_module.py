@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear, pack_linears
-from folio.app.engine.layers.sharding import ShardPlan, ZeroShard
+from folio.app.engine.layers.sharding import ShardPlan, WeightShard
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
 from folio.kernels import PackedProduct, QuantisedWeight
@@ -99,8 +99,9 @@ class QuantisedLoader:
         cut = None if self._plan is None else self._plan.cuts.get(name)
         if self._plan is None or cut is None:
             return value
-        if not isinstance(value, QuantisedWeight) or isinstance(cut, ZeroShard):
+        if not isinstance(value, QuantisedWeight):
             return cut.of(value)
+        assert isinstance(cut, WeightShard)  # others are of biases
         if cut.dim == 0:
             return value.select(torch.cat([torch.arange(*span) for span in cut.spans]))
         [span] = cut.spans

@@ -65,7 +65,7 @@ class AppArgs(Settings):
             theirs.
         models_dir: the folder below which operators add models at run time, at the same path for all replicas. `None`:
             only `models` are served.
-        model_name: the model's name in requests; by default the last part of `engine.model`.
+        model_name: the model's name in requests; by default the last part of `engine.model`, without `.gguf`.
         model_aliases: further names in requests, or patterns with `*` → a model's or adapter's name. For clients that
             send names of other models, as Claude Code does: {"claude-*": my-model}.
         shared_kv_memory_bytes: KV memory shared by all replicas on one device, a GPU or a node's CPUs: each may take

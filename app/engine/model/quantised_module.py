@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear, pack_linears
+from folio.app.engine.layers.recurrent import PackedMixer, unwrapped
 from folio.app.engine.layers.sharding import ShardPlan, WeightShard
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
@@ -57,7 +58,12 @@ class QuantisedLoader:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         known = checkpoint.names()
-        found = {name: next((n for n in same if n in known), None) for same in names.values() for name in same}
+        self._mixers = [path for path, part in module.named_modules() if isinstance(part, PackedMixer)]
+        found = {
+            name: next((first for n in same if (first := unwrapped(n, self._mixers)) in known), None)
+            for same in names.values()
+            for name in same
+        }
         missing = sorted(name for name, source in found.items() if source is None)
         if missing:
             raise ModelError(f"the checkpoint lacks {len(missing)} weights, {missing[0]} among them")
@@ -96,7 +102,7 @@ class QuantisedLoader:
 
     def _share(self, name: str, value: torch.Tensor | QuantisedWeight) -> torch.Tensor | QuantisedWeight:
         """The rank's part of a weight."""
-        cut = None if self._plan is None else self._plan.cuts.get(name)
+        cut = None if self._plan is None else self._plan.cuts.get(unwrapped(name, self._mixers))
         if self._plan is None or cut is None:
             return value
         if not isinstance(value, QuantisedWeight):

@@ -26,12 +26,16 @@ def logits(folder: Path) -> tuple[torch.Tensor, int]:
     return found, sum(part.packed.nbytes for part in module.modules() if isinstance(part, PackedLinear))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_dequantised_weights(kind: str, checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [*(("llama", kind) for kind in KINDS), ("lfm2", "int4"), ("falcon_h1", "int8")]
+)
+def test_logits_are_those_of_the_dequantised_weights(
+    name: str, kind: str, checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
     if CpuLinear().unsupported(torch.float32) is not None:
         pytest.skip("packed weights need a processor with AVX2 or NEON")
-    packed, dense = write_quantised(checkpoint("llama"), kind, tmp_path)
+    packed, dense = write_quantised(checkpoint(name), kind, tmp_path)
     (expected, whole_bytes), (actual, packed_bytes) = logits(dense), logits(packed)
     difference = ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
     assert difference < ROUNDED.get(kind, 1e-5), f"relative difference {difference:.1e}"
-    assert packed_bytes < 0.6 * whole_bytes
+    assert packed_bytes < (0.75 if name == "lfm2" else 0.6) * whole_bytes  # some of its layers stay plain

@@ -9,6 +9,7 @@ IQ4_NL, IQ4_XS, MXFP4                  [super scale ·] scale · table[code]
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ LEAST_GROUP: dict[int, int] = {2: 16, 3: 16, 4: 32, 5: 32, 6: 16, 8: 32}
 _TABLE_ENTRIES = 16
 # Outputs that are quantised at once: their values stay in a core's cache.
 _ROWS_AT_ONCE = 64
+_ROWS_ON_A_DEVICE = 1024
 # Fits of scales to codes of 4 bits: on normally distributed weights, two make the error 6 % less, a third one 0.4 %.
 _FITS = 2
 
@@ -92,6 +94,30 @@ class QuantisedWeight:
         chosen: dict[str, Any] = {name: None if part is None else part[outputs] for name, part in parts.items()}
         return replace(self, **chosen)
 
+    def columns(self, start: int, end: int) -> QuantisedWeight:
+        """The inputs `start` to `end - 1`; groups that this would cut become smaller ones.
+
+        Raises:
+            ValueError: the inputs have an order, or the kernels have no groups so small.
+        """
+        inputs, nested = self.shape[1], self.super_scales is not None
+        # Whatever the last group lacks.
+        stop = end if end < inputs else 0
+        least = SUPER_GROUP if nested else LEAST_GROUP[self.bits]
+        if self.order is not None:
+            raise ValueError("its inputs are grouped by their activations (desc_act)")
+        if start % least or stop % least:
+            raise ValueError(f"inputs {start} to {end - 1} of {inputs} would cut a group of {least}")
+        group = self.group if nested else math.gcd(self.group, start, stop)
+
+        def cut(values: torch.Tensor | None, old: int, new: int) -> torch.Tensor | None:
+            return None if values is None else values.repeat_interleave(old // new, 1)[:, start // new : -(-end // new)]
+
+        by_group = {name: cut(getattr(self, name), self.group, group) for name in ("scales", "offsets")}
+        supers = {f"super_{name}": cut(getattr(self, f"super_{name}"), SUPER_GROUP, SUPER_GROUP) for name in by_group}
+        changed: dict[str, Any] = {**by_group, **supers}
+        return replace(self, codes=self.codes[:, start:end], group=group, **changed)
+
     def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values `[outputs, inputs]`: the definition, computed in float32."""
         inputs = self.shape[1]
@@ -146,12 +172,13 @@ def quantise(weight: torch.Tensor, bits: Literal[4, 8], group: int | None = None
     outputs, inputs = weight.shape
     more = -inputs % group
     groups = (inputs + more) // group
-    codes = torch.empty(outputs, groups, group, dtype=torch.uint8)
-    scales = torch.empty(outputs, groups, dtype=torch.float16)
+    codes = torch.empty(outputs, groups, group, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(outputs, groups, dtype=torch.float16, device=weight.device)
     offsets = torch.empty_like(scales) if bits == 4 else None
-    factors = torch.ones(outputs)
-    for start in range(0, outputs, _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
+    factors = torch.ones(outputs, device=weight.device)
+    at_once = _ROWS_AT_ONCE if weight.device.type == "cpu" else _ROWS_ON_A_DEVICE
+    for start in range(0, outputs, at_once):
+        rows = slice(start, start + at_once)
         values = weight[rows].float()
         if more:  # the last input again: zeros might widen the range of its group
             values = torch.cat((values, values[:, -1:].expand(-1, more)), 1)

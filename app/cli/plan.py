@@ -93,7 +93,7 @@ def plan(
     Only config.json is read. The numbers are those of the planner that `folio serve` uses.
     """
     target = choose_target(device, memory)
-    checked = check_model(model)
+    checked = check_model(model, tensor_parallel_size)
     # transformers reports optional kernels that it lacks, and its progress.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from folio.app.config.engine import EngineConfig
@@ -149,11 +149,12 @@ def choose_target(device: str | None, memory: int | None) -> Target:
     return Target(_CPU, "this machine", Machine.detect().memory_bytes)
 
 
-def check_model(model: str) -> str:
-    """The name by which to plan the model: of a Hub's GGUF file the folder of its metadata. Raises `ModelError` for a
-    path without a model, and for weights of other formats; another Hub id is not looked up."""
-    from folio.app.config.checkpoint import format_fault, name_fault
-    from folio.app.errors import ModelError
+def check_model(model: str, tensor_parallel_size: int = 1) -> str:
+    """The name by which to plan the model: of a Hub's GGUF file the folder of its metadata. Raises `ConfigError` for a
+    path without a model, for weights that are damaged or of other formats, and for a number of ranks that cannot share
+    them; another Hub id is not looked up."""
+    from folio.app.config.checkpoint import format_fault, name_fault, rank_faults
+    from folio.app.errors import ConfigError
     from folio.app.models.builtin import local_folder
     from folio.app.models.gguf.names import planned_gguf
 
@@ -161,8 +162,11 @@ def check_model(model: str) -> str:
     fault = format_fault(folder) if folder.is_dir() else name_fault(model)
     if folder.is_dir() and not (folder / "config.json").is_file():
         fault = fault or "it has no config.json"
+    if fault is None and folder.is_dir():
+        faults = rank_faults(folder, tensor_parallel_size)
+        fault = next((f"--tensor-parallel-size is {tensor_parallel_size}; {why}" for why in faults), None)
     if fault is not None:
-        raise ModelError(f"cannot plan {model!r}: {fault}")
+        raise ConfigError(f"cannot plan {model!r}: {fault}")
     return planned_gguf(model) or model
 
 

@@ -103,7 +103,7 @@ def serve(
         float | None, typer.Option(help="Share of a GPU's memory for everything; by default 0.9.")
     ] = None,
     quantization: Annotated[
-        Literal["none", "int8", "int4"] | None, typer.Option(help="For linear layers, on CPUs.")
+        Literal["none", "int8", "int4"] | None, typer.Option(help="Bits of the weights of linear layers.")
     ] = None,
     speculation: Annotated[
         Literal["off", "ngram"] | None, typer.Option(help="Draft tokens from earlier text; the same outputs.")

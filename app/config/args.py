@@ -12,6 +12,7 @@ from folio.app.config.http import HttpSettings, NonNegativeBytes, PositiveBytes,
 from folio.app.config.parsers import ReasoningParserName, ToolParserName
 from folio.app.config.shelf import NEEDS_TOKENIZER, ModelConfig, ShelfConfig, shelf_problems
 from folio.app.errors import ConfigError
+from folio.app.models.gguf.files import default_name
 
 
 class RoutingArgs(Settings):
@@ -64,7 +65,7 @@ class AppArgs(Settings):
             theirs.
         models_dir: the folder below which operators add models at run time, at the same path for all replicas. `None`:
             only `models` are served.
-        model_name: the model's name in requests; by default the last part of `engine.model`.
+        model_name: the model's name in requests; by default the last part of `engine.model`, without `.gguf`.
         model_aliases: further names in requests, or patterns with `*` → a model's or adapter's name. For clients that
             send names of other models, as Claude Code does: {"claude-*": my-model}.
         shared_kv_memory_bytes: KV memory shared by all replicas on one device, a GPU or a node's CPUs: each may take
@@ -102,7 +103,7 @@ class AppArgs(Settings):
         """The models of each replica. `engine` is a shelf of one model, which never sleeps."""
         if self.engine is not None:
             only = ModelConfig(
-                name=self.model_name or Path(self.engine.model).name,
+                name=self.model_name or default_name(self.engine.model),
                 engine=self.engine,
                 keep="always",
                 tool_call_parser=self.tool_call_parser,

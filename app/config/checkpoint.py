@@ -15,6 +15,7 @@ from typing import Any
 
 from folio.app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
 from folio.app.config.quantised import READ, UnreadError, read_scheme
+from folio.app.config.shares import share_faults
 from folio.app.errors import ModelError
 from folio.app.models.chat_template.template import ChatTemplate
 from folio.app.models.gguf.folder import gguf_files
@@ -103,7 +104,8 @@ def checkpoint_faults(folder: Path, *, weights: bool = True) -> Iterator[str]:
 
 
 def rank_faults(folder: Path, tensor_parallel_size: int) -> Iterator[str]:
-    """Why the model cannot be divided among the ranks: no head is cut; several ranks may have the same KV head."""
+    """Why the model cannot be divided among the ranks: no head is cut, and no group of inputs with one scale; several
+    ranks may have the same KV head."""
     try:
         config = _json(folder / "config.json")
     except ValueError:
@@ -111,10 +113,14 @@ def rank_faults(folder: Path, tensor_parallel_size: int) -> Iterator[str]:
     if any(size_faults(config, "")):
         return  # likewise
     query, key_value = (text_config(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    model = next(iter(gguf_files(folder)), folder)
     if isinstance(query, int) and query % tensor_parallel_size:
-        yield f"it must divide the {query} attention heads of {folder}"
+        yield f"it must divide the {query} attention heads of {model}"
     elif isinstance(key_value, int) and min(key_value % tensor_parallel_size, tensor_parallel_size % key_value):
-        yield f"it must divide the {key_value} KV heads of {folder}, or be a multiple of their number"
+        yield f"it must divide the {key_value} KV heads of {model}, or be a multiple of their number"
+    elif tensor_parallel_size > 1:
+        with suppress(ValueError, OSError):  # faults of `checkpoint_faults`
+            yield from share_faults(folder, config, tensor_parallel_size)
 
 
 def weight_bytes(folder: Path) -> int:

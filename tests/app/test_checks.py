@@ -273,7 +273,7 @@ def test_formats_that_are_not_read_are_named(tmp_path: Path, kind: str, capsys: 
         (tmp_path / name).write_text(text)
     [fault] = faults(tmp_path, engine(model=str(tmp_path)))
     assert named in fault
-    assert main(["plan", str(tmp_path), "--memory", "1GiB"]) == 1
+    assert main(["plan", str(tmp_path), "--memory", "1GiB"]) == 2
     assert named in capsys.readouterr().err
 
 
@@ -285,7 +285,7 @@ def test_a_damaged_gguf_file(tmp_path: Path, name: str, capsys: pytest.CaptureFi
     model = str(path.parent if "/" in name else path)
     [fault] = faults(tmp_path, engine(model=model))
     assert fault.endswith(f"{path}: its version ends at byte 8, beyond the file's 5 bytes: it is truncated or damaged")
-    assert main(["plan", model, "--memory", "1GiB"]) == 1
+    assert main(["plan", model, "--memory", "1GiB"]) == 2
     assert "it is truncated or damaged" in capsys.readouterr().err
 
 

@@ -75,6 +75,35 @@ def test_values_are_those_of_the_formula(form: str) -> None:
     assert torch.equal(weight.dequantised(torch.bfloat16), values.bfloat16())
 
 
+@pytest.mark.parametrize("form", [form for form in _FORMS if form != "order"])
+@pytest.mark.parametrize("bounds", [(0, 256), (256, INPUTS), (0, INPUTS), (32, 96), (480, INPUTS)])
+def test_columns(form: str, bounds: tuple[int, int]) -> None:
+    """Also where they would cut groups, which become smaller; never super groups."""
+    weight = QuantisedWeight(**_FORMS[form])
+    if "super" in form and bounds[0] % SUPER_GROUP:
+        with pytest.raises(ValueError, match=r"would cut a group of 256"):
+            weight.columns(*bounds)
+        return
+    found = weight.columns(*bounds)
+    assert torch.equal(found.dequantised(), weight.dequantised()[:, slice(*bounds)])
+
+
+def test_columns_of_incomplete_groups() -> None:
+    """Each output has one scale; the last group has 20 inputs."""
+    for group, inputs in ((128, 116), (32, 116)):
+        scales = torch.rand(3, -(-inputs // group)).half()
+        weight = QuantisedWeight(torch.randint(0, 16, (3, inputs), dtype=torch.uint8), 4, group, scales, zero=8)
+        for bounds in ((0, 64), (64, inputs), (96, inputs)):
+            assert torch.equal(weight.columns(*bounds).dequantised(), weight.dequantised()[:, slice(*bounds)])
+        with pytest.raises(ValueError, match=r"inputs 0 to 57 of 116 would cut a group of 32"):
+            weight.columns(0, 58)
+
+
+def test_columns_in_an_order_are_refused() -> None:
+    with pytest.raises(ValueError, match="desc_act"):
+        QuantisedWeight(**_FORMS["order"]).columns(0, 256)
+
+
 @pytest.mark.parametrize("form", _FORMS)
 def test_rows(form: str) -> None:
     weight = QuantisedWeight(**_FORMS[form])

@@ -81,7 +81,7 @@ class AddModelRequest(StrictBody):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of weights and computation."""
     quantization: Literal["none", "int8", "int4"] = "none"
-    """How the weights of linear layers are quantised (CPU)."""
+    """How the weights of linear layers are quantised."""
     tool_call_parser: ToolParserName = "auto"
     """How the model writes calls of functions."""
     reasoning_parser: ReasoningParserName = "auto"

@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from folio.app.compat.torch import onednn_linear, onednn_pack, onednn_supports
 from folio.app.engine.layers.fusion import FusedAttention
-from folio.app.errors import ConfigError
 from folio.kernels import CpuLinear, FewRowProduct, KernelError, PackedProduct, has_matrix_tiles, quantise
 from folio.kernels.cpu.ops import PackedWeight
 
@@ -81,27 +80,25 @@ class PackedLinear(nn.Module):
         return self._multiply(x, self.packed, self.bias)
 
 
-def choose_product(dtype: torch.dtype, *, bits: Literal[4, 8] | None = None, movable: bool = False) -> Product | None:
+def rounding_product(linear: PackedProduct, bits: Literal[4, 8]) -> Product:
+    """Weights are quantised as they are packed. Args: `linear`: has products in their dtype."""
+    return Product(
+        lambda weight: linear.merged(linear.pack_quantised(quantise(weight, bits), weight.dtype)),
+        linear,
+    )
+
+
+def choose_product(dtype: torch.dtype, *, movable: bool = False) -> Product | None:
     """The fastest kernel for a dtype on this processor; `None`, and a warning, if there is none.
 
     Args:
-        bits: of weights that are quantised as they are packed.
         movable: packed weights must be plain tensors, which oneDNN's are not.
-
-    Raises:
-        ConfigError: `bits`, and no kernel here computes with them.
     """
     try:
         linear = CpuLinear()
         reason = linear.unsupported(dtype)
     except KernelError as error:
         reason = str(error)
-    if bits is not None:
-        if reason is not None:
-            raise ConfigError(
-                f"quantization is 'int{bits}', which is not possible with {dtype} here: {reason}; use 'none'"
-            )
-        return Product(lambda weight: linear.pack_quantised(quantise(weight, bits), weight.dtype), linear)
     if reason is None and (movable or not (dtype == torch.bfloat16 and has_matrix_tiles())):
         return Product(linear.pack, linear)
     if reason is not None:

@@ -258,6 +258,14 @@ def install(model: nn.Module) -> frozenset[int]:
     return frozenset(found)
 
 
+def unwrapped(path: str, wrapped: Collection[str]) -> str:
+    """The path in transformers' model of a module or parameter. Args: `wrapped`: paths of the `PackedMixer`s."""
+    for wrapper in wrapped:
+        if f"{path}.".startswith(f"{wrapper}.mixer."):
+            return wrapper + path[len(wrapper) + len(".mixer") :]
+    return path
+
+
 def bind_mixers(model: nn.Module, state: StateProbe | CachedStates | None) -> None:
     """Let `state` compute every wrapped mixer; with `None` mixers run as in transformers."""
     for module in model.modules():

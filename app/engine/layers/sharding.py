@@ -41,7 +41,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from folio.app.engine.layers.recurrent import PackedMixer
+from folio.app.engine.layers.recurrent import PackedMixer, unwrapped
 from folio.app.engine.tensor_parallel.communicator import Communicator
 from folio.app.errors import ModelError
 
@@ -343,11 +343,7 @@ def _modules_by_first_path(model: PreTrainedModel) -> dict[str, nn.Module]:
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, PackedMixer):
             wrapped.append(path)
-        first = path
-        for wrapper in wrapped:
-            if f"{path}.".startswith(f"{wrapper}.mixer."):
-                first = wrapper + path[len(wrapper) + len(".mixer") :]
-        modules[first] = module
+        modules[unwrapped(path, wrapped)] = module
     return modules
 
 

@@ -26,10 +26,24 @@ from folio.app.engine.layers import attention, recurrent
 from folio.app.engine.layers.fused_layer import fuse_layers
 from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
 from folio.app.engine.layers.fusion_record import FusionRecord
-from folio.app.engine.layers.linear import choose_product, pack_linears, packed_by, use_few_row_products
-from folio.app.engine.layers.sharding import ShardPlan, load_share
+from folio.app.engine.layers.linear import (
+    choose_product,
+    pack_linears,
+    packed_by,
+    rounding_product,
+    use_few_row_products,
+)
+from folio.app.engine.layers.sharding import ShardPlan, load_share, plan_shards
 from folio.app.engine.model.pooling import Pooling, is_classifier
-from folio.app.engine.model.quantised_module import Descriptions, Fuse, QuantisedLoader, described, embed_as, packed_as
+from folio.app.engine.model.quantised_module import (
+    Descriptions,
+    Fuse,
+    QuantisedLoader,
+    by_layer,
+    described,
+    embed_as,
+    packed_as,
+)
 from folio.app.engine.model.tokenizer import one_line
 from folio.app.engine.tensor_parallel.communicator import Communicator
 from folio.app.errors import ConfigError, ModelError
@@ -37,12 +51,19 @@ from folio.app.models.builtin import resolve_model
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint, open_checkpoint
 from folio.app.models.weights.key import weight_files
 from folio.app.models.weights.model_parts import fingerprint
-from folio.kernels import FewRowProduct, KernelError, select_elementwise, select_packed_product, select_product
+from folio.kernels import (
+    FewRowProduct,
+    KernelError,
+    PackedProduct,
+    select_elementwise,
+    select_packed_product,
+    select_product,
+)
 
 logger = logging.getLogger(__name__)
 
 _DUMMY_SEED = 0
-_BITS: dict[Quantization, Literal[4, 8] | None] = {"none": None, "int8": 8, "int4": 4}
+_BITS: dict[Quantization, Literal[4, 8]] = {"int8": 8, "int4": 4}
 # Copies of weights may take the available memory divided by this; quantised or packed ones need the rest.
 _COPIED = 2
 # Exceptions from reading damaged weight files.
@@ -103,8 +124,11 @@ def make_module(
     recurrent_layers = recurrent.install(module)
     if room is not None:
         room(sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())))
-    module.to(device)
-    optimise(module, config, record, movable=movable)
+    if config.quantization == "none":
+        module.to(device)
+        optimise(module, config, record, movable=movable)
+    else:
+        _quantise(module, config, record)
     return MadeModule(module, plan, generates, recurrent_layers, record)
 
 
@@ -120,7 +144,7 @@ def find_quantised(config: ResolvedConfig, hf_config: PreTrainedConfig) -> Quant
             folder = Path(snapshot_download(config.model, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
-    on_cpu = config.device == "cpu" and config.tensor_parallel_size == 1 and config.dtype != "float16"
+    on_cpu = config.device == "cpu" and config.dtype != "float16"
     return open_checkpoint(folder, fp8=on_cpu and config.quantization == "none")
 
 
@@ -134,18 +158,10 @@ def _quantised_module(
 ) -> MadeModule:
     """The module with the checkpoint's codes. Raises `ConfigError` where they cannot be computed with."""
     name = config.model
-    if comm is not None:
-        raise ConfigError(f"the weights of {name!r} are quantised, which is for one rank so far, not for {comm.size}")
     if config.quantization != "none":
         raise ConfigError(f"quantization is {config.quantization!r}, but {name!r} is quantised already; use 'none'")
     device, dtype = torch.device(config.device), quantised_dtype(config, hf_config)
-    try:
-        linear = select_packed_product(device)
-        reason = linear.unsupported(dtype)
-    except KernelError as error:
-        reason = str(error)
-    if reason is not None:
-        raise ConfigError(f"the weights of {name!r} are quantised, which is not possible with {dtype} here: {reason}")
+    linear = _packed_product(device, dtype, f"the weights of {name!r} are quantised", "use another dtype")
     room(sum(path.stat().st_size for path in weight_files(resolve_model(name))))
     attention.register()
     record = FusionRecord()
@@ -157,17 +173,50 @@ def _quantised_module(
         module.generation_config = GenerationConfig.from_pretrained(resolve_model(name))
     _check_attention(module, name, hf_config)
     module.eval().requires_grad_(False)
+    plan = None if comm is None else plan_shards(module, comm.rank, comm.size)
     recurrent_layers = recurrent.install(module)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # buffers
     fuse, few = _fusion(config)
     try:
-        num_fused = QuantisedLoader(module, checkpoint, linear, device).load(fuse, record)
+        num_fused = QuantisedLoader(module, checkpoint, linear, device, plan).load(fuse, record)
     except ModelError as error:
         raise ModelError(f"cannot load {name!r}: {error}") from error
     num_few = 0 if few is None else use_few_row_products(module, few)
     logger.info("fused %d modules, %d with products of few rows; quantised weights stay packed", num_fused, num_few)
     generates = pooling is None or not is_classifier(hf_config)
-    return MadeModule(module, None, generates, recurrent_layers, record)
+    return MadeModule(module, plan, generates, recurrent_layers, record)
+
+
+def _packed_product(device: torch.device, dtype: torch.dtype, given: str, remedy: str) -> PackedProduct:
+    """The products with quantised weights. Raises `ConfigError`, with what is given and the remedy, if there are
+    none."""
+    try:
+        linear = select_packed_product(device)
+        reason = linear.unsupported(dtype)
+    except KernelError as error:
+        reason = str(error)
+    if reason is not None:
+        raise ConfigError(f"{given}, which is not possible with {dtype} here: {reason}; {remedy}")
+    return linear
+
+
+def _quantise(module: Any, config: ResolvedConfig, record: FusionRecord) -> None:
+    """Move the module to the settings' device, fuse it, and quantise its linear layers. Raises `ConfigError`."""
+    device, bits = torch.device(config.device), _BITS[config.quantization]
+    linear = _packed_product(device, module.dtype, f"quantization is {config.quantization!r}", "use 'none'")
+    fuse, few = _fusion(config)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
+    num_fused = by_layer(
+        module,
+        lambda path: module.get_submodule(path).to(device),
+        fuse,
+        record,
+        packed_by(rounding_product(linear, bits)),
+    )
+    num_few = 0 if few is None else use_few_row_products(module, few)
+    logger.info("fused %d modules, %d with products of few rows; linear layers in %d bits", num_fused, num_few, bits)
 
 
 def quantised_dtype(config: ResolvedConfig, hf_config: PreTrainedConfig) -> torch.dtype:
@@ -177,10 +226,11 @@ def quantised_dtype(config: ResolvedConfig, hf_config: PreTrainedConfig) -> torc
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters of modules that are made meanwhile take no memory; buffers are computed."""
+    """Parameters of modules that this thread makes meanwhile take no memory; buffers are computed."""
+    own = threading.get_ident()  # torch's hook is for all threads, which may be loading other models
 
     def take(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
+        if parameter is None or parameter.is_meta or threading.get_ident() != own:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
@@ -296,8 +346,7 @@ def optimise(
     movable: bool,
     packed: Descriptions | None = None,
 ) -> None:
-    """Fuse layers; pack linear layers for a CPU, and quantised ones. The module is on the settings' device, or on
-    torch's meta device.
+    """Fuse layers; pack linear layers for a CPU. The module is on the settings' device, or on torch's meta device.
 
     Args:
         packed: quantised weights of a module on torch's meta device.
@@ -305,8 +354,8 @@ def optimise(
     Raises:
         ConfigError: the settings ask for kernels that this device does not have.
     """
-    device, bits = torch.device(config.device), _BITS[config.quantization]
-    product = choose_product(module.dtype, bits=bits, movable=movable) if device.type == "cpu" else None
+    device = torch.device(config.device)
+    product = choose_product(module.dtype, movable=movable) if device.type == "cpu" and not packed else None
     fuse, few = _fusion(config)
     num_fused, num_packed = fuse(module, record), 0
     if packed:

@@ -117,8 +117,6 @@ def _check_settings(
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the {max_positions} positions of {config.model!r}"
         )
-    if config.device != "cpu" and config.quantization != "none":
-        raise ConfigError(f"quantization is {config.quantization!r}, which is for CPUs; use 'none' on {config.device}")
     if weights is not None and comm is not None:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}; a model that shares its device has one rank"

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear, pack_linears
+from folio.app.engine.layers.recurrent import PackedMixer, unwrapped
+from folio.app.engine.layers.sharding import ShardPlan, WeightShard
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
 from folio.kernels import PackedProduct, QuantisedWeight
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 # (module, record) → number of fused modules.
 Fuse = Callable[[nn.Module, FusionRecord], int]
+Pack = Callable[[str, nn.Module], PackedLinear | None]  # for `pack_linears`
 # Packed weights by the paths of their modules, described by plain values: see `described`.
 Descriptions = Mapping[str, Any]
 
@@ -32,14 +35,21 @@ class QuantisedLoader:
 
     Args:
         linear: of the device.
+        plan: of a rank's share, with which alone the module is filled.
 
     Raises:
         ModelError: the checkpoint lacks weights, or has others than the module.
     """
 
     def __init__(
-        self, module: PreTrainedModel, checkpoint: QuantisedCheckpoint, linear: PackedProduct, device: torch.device
+        self,
+        module: PreTrainedModel,
+        checkpoint: QuantisedCheckpoint,
+        linear: PackedProduct,
+        device: torch.device,
+        plan: ShardPlan | None = None,
     ) -> None:
+        self._plan = plan
         self._module, self._checkpoint, self._linear, self._device = module, checkpoint, linear, device
         self._sources: dict[str, PackedWeight] = {}  # of linear layers that are not replaced yet
         self._embeddings: dict[str, PackedWeight] = {}
@@ -48,7 +58,12 @@ class QuantisedLoader:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         known = checkpoint.names()
-        found = {name: next((n for n in same if n in known), None) for same in names.values() for name in same}
+        self._mixers = [path for path, part in module.named_modules() if isinstance(part, PackedMixer)]
+        found = {
+            name: next((first for n in same if (first := unwrapped(n, self._mixers)) in known), None)
+            for same in names.values()
+            for name in same
+        }
         missing = sorted(name for name, source in found.items() if source is None)
         if missing:
             raise ModelError(f"the checkpoint lacks {len(missing)} weights, {missing[0]} among them")
@@ -56,20 +71,11 @@ class QuantisedLoader:
 
     def load(self, fuse: Fuse, record: FusionRecord) -> int:
         """Fill, fuse and pack all layers; return the number of fused modules."""
-        num_fused = 0
-        layers = list(_layer_paths(self._module))
-        for path in [*layers, ""]:
-            self._fill(path)
-            record.scope = _scope(path, () if path else layers)
-            num_fused += fuse(self._module, record)
-            parent = self._module.get_submodule(path)
-            pack_linears(parent, self._pack, f"{path}." if path else "")
-            self._sources.clear()
-        record.scope = lambda _: True
-        return num_fused
+        return by_layer(self._module, self._fill, fuse, record, self._pack)
 
     def _fill(self, path: str) -> None:
         """Read the parameters of a module that are not there yet."""
+        self._sources.clear()
         for where, module in list(self._module.get_submodule(path).named_modules(prefix=path)):
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 if not parameter.is_meta:
@@ -81,6 +87,7 @@ class QuantisedLoader:
                 value = self._checkpoint.read(source)
                 if tuple(value.shape) != tuple(parameter.shape):
                     raise ModelError(f"the weight {name} is {list(value.shape)}, not {list(parameter.shape)}")
+                value = self._share(name, value)
                 if isinstance(value, QuantisedWeight):
                     if isinstance(module, nn.Embedding):
                         self._embed(where, module, source, value)
@@ -88,10 +95,28 @@ class QuantisedLoader:
                     if leaf == "weight" and type(module) is nn.Linear:
                         packed = self._linear.pack_quantised(value, parameter.dtype)
                         self._sources[name] = packed
-                        value = self._linear.rows(packed, torch.arange(len(parameter), device=self._device))
+                        value = self._linear.rows(packed, torch.arange(value.shape[0], device=self._device))
                     else:
                         value = value.dequantised()
                 setattr(module, leaf, nn.Parameter(value.to(self._device, parameter.dtype), requires_grad=False))
+
+    def _share(self, name: str, value: torch.Tensor | QuantisedWeight) -> torch.Tensor | QuantisedWeight:
+        """The rank's part of a weight."""
+        cut = None if self._plan is None else self._plan.cuts.get(unwrapped(name, self._mixers))
+        if self._plan is None or cut is None:
+            return value
+        if not isinstance(value, QuantisedWeight):
+            return cut.of(value)
+        assert isinstance(cut, WeightShard)  # others are of biases
+        if cut.dim == 0:
+            return value.select(torch.cat([torch.arange(*span) for span in cut.spans]))
+        [span] = cut.spans
+        try:
+            return value.columns(*span)
+        except ValueError as error:
+            raise ModelError(
+                f"{self._plan.size} ranks cannot share {name}: {error}; choose another tensor_parallel_size"
+            ) from None
 
     def _embed(self, path: str, module: nn.Embedding, source: str, value: QuantisedWeight) -> None:
         packed = self._linear.pack_quantised(value, module.weight.dtype)
@@ -117,6 +142,20 @@ class QuantisedLoader:
                     return None
             packed = self._linear.merged(packed)
         return PackedLinear(packed, (packed.outputs, packed.inputs), bias, self._linear, merged)
+
+
+def by_layer(module: nn.Module, fill: Callable[[str], None], fuse: Fuse, record: FusionRecord, pack: Pack) -> int:
+    """Fill, fuse and pack one layer after the other, so that the device has the values of one only; return the number
+    of fused modules. Args: `fill`: what is not there yet of a module, by its path."""
+    num_fused = 0
+    layers = list(_layer_paths(module))
+    for path in [*layers, ""]:
+        fill(path)
+        record.scope = _scope(path, () if path else layers)
+        num_fused += fuse(module, record)
+        pack_linears(module.get_submodule(path), pack, f"{path}." if path else "")
+    record.scope = lambda _: True
+    return num_fused
 
 
 def joined(weights: Sequence[PackedWeight | None]) -> PackedWeight | None:
@@ -158,7 +197,7 @@ def described(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def packed_as(descriptions: Descriptions, linear: PackedProduct) -> Callable[[str, nn.Module], PackedLinear | None]:
+def packed_as(descriptions: Descriptions, linear: PackedProduct) -> Pack:
     """Packs linear layers of a module on torch's meta device as described; for `pack_linears`."""
 
     def pack(path: str, layer: Any) -> PackedLinear | None:

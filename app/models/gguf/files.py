@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from folio.app.models.gguf.header import GgufHeader, GgufTensor, HeaderReader
 
+SUFFIX = ".gguf"
 _Path = TypeVar("_Path", bound=PurePath)
 _PART = re.compile(r"(?P<name>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 
@@ -69,6 +70,13 @@ def parts_of(path: _Path) -> tuple[_Path, ...]:
 def is_first_or_whole(path: PurePath) -> bool:
     """Whether the file stands for a model: it is not split, or the first part."""
     return (found := _PART.fullmatch(path.name)) is None or int(found["part"]) == 1
+
+
+def default_name(model: str) -> str:
+    """The name to serve a model by: of its folder or Hub id, or of a GGUF file without suffix and number."""
+    name = PurePath(model).name
+    found = _PART.fullmatch(name)
+    return found["name"] if found else name[: -len(SUFFIX)] if name.lower().endswith(SUFFIX) else name
 
 
 def _read_file(path: Path) -> GgufHeader:

@@ -73,6 +73,11 @@ READ_KINDS = (
 )
 
 
+def block_values(kind: str) -> int:
+    """Neighbouring values of a row that are stored together, in a type of this name."""
+    return next(values for name, values, _ in _KINDS.values() if name == kind)
+
+
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """Where a tensor is.

@@ -8,13 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from folio.app.errors import ModelError
-from folio.app.models.gguf.files import parts_of, read_gguf
+from folio.app.models.gguf.files import SUFFIX, parts_of, read_gguf
 from folio.app.models.gguf.folder import metadata_folder
 from folio.app.models.gguf.header import MAGIC
 from folio.app.models.gguf.hub import downloaded, is_downloaded, is_hub_file, models_among, remote_header
 from folio.app.models.named import cache_folder
-
-_SUFFIX = ".gguf"
 
 
 def resolve_gguf(model: str) -> str | None:
@@ -47,10 +45,10 @@ def local_file(model: str) -> Path | None:
     `ValueError`."""
     path = Path(os.path.abspath(Path(model).expanduser()))
     if path.is_file():
-        return path if path.suffix.lower() == _SUFFIX or _has_magic(path) else None
+        return path if path.suffix.lower() == SUFFIX or _has_magic(path) else None
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    files = [file for file in sorted(path.iterdir()) if file.suffix.lower() == _SUFFIX]
+    files = [file for file in sorted(path.iterdir()) if file.suffix.lower() == SUFFIX]
     found = models_among(files) or files
     if len(found) > 1:
         raise ValueError(f"{path} has {len(found)} GGUF models; name one: {', '.join(file.name for file in found[:5])}")

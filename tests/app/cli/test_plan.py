@@ -9,7 +9,7 @@ import pytest
 
 from folio.app.cli.main import main
 from folio.app.cli.plan import DEVICES, choose_target
-from tests.app.models.gguf.files import tiny_llama, write_gguf
+from tests.app.engine.model.quantised_checkpoints import quantised_file
 from tests.conftest import HYBRIDS, SMALL, MakeCheckpoint
 
 
@@ -85,14 +85,14 @@ def test_mistakes_are_one_line(arguments: list[str], line: str, capsys: pytest.C
 
 
 def test_a_folder_without_a_model(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(tmp_path), "--memory", "1GiB"]) == 1
+    assert main(["plan", str(tmp_path), "--memory", "1GiB"]) == 2
     assert f"cannot plan {str(tmp_path)!r}: it has no config.json" in capsys.readouterr().err
-    assert main(["plan", "./nowhere", "--memory", "1GiB"]) == 1
+    assert main(["plan", "./nowhere", "--memory", "1GiB"]) == 2
     assert "cannot plan './nowhere': no such folder exists" in capsys.readouterr().err
 
 
 def test_weights_that_stay_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_gguf(tmp_path / "m.gguf", *tiny_llama())
+    path = quantised_file(tmp_path / "m.gguf")
     assert main(["plan", str(path), "--memory", "1GiB", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["model"] == str(path)
@@ -100,3 +100,7 @@ def test_weights_that_stay_packed(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert figures["bits_per_weight"] == pytest.approx(8 * figures["weight_bytes"] / figures["num_parameters"])
     assert main(["plan", str(path), "--memory", "1GiB"]) == 0
     assert "packed: " in capsys.readouterr().out
+    assert main(["plan", str(path), "--memory", "1GiB", "--tensor-parallel-size", "2"]) == 2
+    assert (
+        "--tensor-parallel-size is 2; it would cut groups of the 96 inputs of mlp.down_proj" in capsys.readouterr().err
+    )

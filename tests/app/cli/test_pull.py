@@ -190,7 +190,7 @@ def test_a_file_that_names_what_is_not_pulled(cache: Path, config: Any, capfd: p
     assert main(["check", path]) == 2
     [line] = capfd.readouterr().err.splitlines()
     assert line.endswith("engine.model is 'smollm2'; it is not on this machine yet: folio pull smollm2")
-    assert main(["plan", SMOLLM2]) == 1
+    assert main(["plan", SMOLLM2]) == 2
     assert "it is not on this machine yet" in capfd.readouterr().err
     assert load_config(Path(config({"model": "default"}))).applications[0].args["engine"]["model"] == "default"
 

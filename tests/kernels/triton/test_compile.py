@@ -126,6 +126,7 @@ DECODES = tuple(
 FORMS: tuple[tuple[int, int, Bits, str], ...] = (
     *((rows, programs, 4, "scales") for rows, programs in ((1, 12), (16, 7), (64, 4), (256, 3))),
     *((rows, programs, 4, "nested offsets") for rows, programs in ((1, 8), (16, 7), (256, 3))),
+    *((rows, programs, 4, "offsets") for rows, programs in ((1, 8), (16, 7))),
     (1, 8, 4, "table"),
     (16, 6, 4, "wide groups"),
     (1, 8, 2, "nested offsets"),

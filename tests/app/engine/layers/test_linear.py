@@ -141,15 +141,12 @@ def test_matrix_tiles_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> Non
     assert movable is not None
     assert isinstance(movable.multiply, CpuLinear)
     assert choose_product(torch.float16, movable=True) is None
-    int8 = choose_product(torch.bfloat16, bits=8)
-    assert int8 is not None
-    assert isinstance(int8.multiply, CpuLinear)
-    assert int8.pack(torch.randn(16, 32, dtype=torch.bfloat16)).is_quantised
 
 
 @pytest.mark.usefixtures("without_compiler")
 def test_without_a_compiler() -> None:
     """Other kernels replace Folio's own, but none has 8-bit weights, which is an error."""
     assert multiply_of(torch.float32) is onednn_linear
+    config = EngineConfig(model="builtin", skip_tokenizer_init=True, quantization="int8")
     with pytest.raises(ConfigError, match=r"'int8'.*no C\+\+ compiler.*; use 'none'"):
-        choose_product(torch.float32, bits=8)
+        load_model(config.on_device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,9 @@ from folio.app.models.builtin import resolve_model
 from folio.app.models.quantised.checkpoint import open_checkpoint
 from folio.app.models.weights.store import WeightStore
 from folio.kernels import CpuLinear, QuantisedWeight, quantise
-from tests.app.models.gguf.files import Tensor, dense, tiny_llama, write_gguf
+from tests.app.engine.model.quantised_checkpoints import quantised_file
+from tests.app.models.gguf.files import tiny_llama, write_gguf
+from tests.conftest import MakeCheckpoint
 
 IDS = torch.arange(3, 80)[None]
 
@@ -37,32 +40,6 @@ def triton_products(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = pytest.importorskip("folio.kernels.triton.codes")
     monkeypatch.setattr(checkpoint_module, "select_packed_product", codes.TritonCodes)
     monkeypatch.setattr(loader, "run_in_one_call", lambda _: 0)  # of CPUs
-
-
-def block_tensor(values: torch.Tensor, bits: Literal[4, 8]) -> Tensor:
-    """In Q8_0, or Q4_1."""
-    found = quantise(values, bits)
-    shape = *found.scales.shape, 1
-    parts = [found.scales.view(shape).view(torch.uint8)]
-    codes = found.codes.view(*found.scales.shape, 32)
-    if bits == 8:
-        parts.append(codes - 128)
-    else:
-        assert found.offsets is not None
-        parts += [found.offsets.view(shape).view(torch.uint8), codes[..., :16] | codes[..., 16:] << 4]
-    return Tensor("Q8_0" if bits == 8 else "Q4_1", tuple(values.shape), torch.cat(parts, -1).numpy().tobytes())
-
-
-def quantised_file(path: Path, *, plain: tuple[str, ...] = (), untied: bool = False) -> Path:
-    """A model with weights of 4 and 8 bits. Args: `plain`: tensors that are not quantised."""
-    settings, tensors = tiny_llama(3)
-    if untied:
-        tensors["output.weight"] = dense(torch.randn(tensors["token_embd.weight"].shape).bfloat16())
-    for number, (name, tensor) in enumerate(tensors.items()):
-        if len(tensor.shape) == 2 and name not in plain:
-            values = torch.frombuffer(bytearray(tensor.data), dtype=torch.bfloat16).view(tensor.shape)
-            tensors[name] = block_tensor(values, 8 if number % 2 else 4)
-    return write_gguf(path, settings, tensors)
 
 
 def config_of(path: Path, **settings: Any) -> ResolvedConfig:
@@ -155,6 +132,39 @@ def test_products_of_cuda(tmp_path: Path, untied: bool, triton_products: None) -
     assert ((logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item() < 0.02
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_made_at_load_on_cuda(
+    quantization: str, checkpoint: MakeCheckpoint, triton_products: None, tmp_path: Path
+) -> None:
+    """As close as bfloat16 is to float32, in which the values are another model's; also from a stored file."""
+    folder = checkpoint("qwen2", tie_word_embeddings=quantization == "int4")
+    values = _rounded_model(folder, 8 if quantization == "int8" else 4)
+    with torch.inference_mode():
+        expected = values(input_ids=IDS, use_cache=False).logits[0]
+    store, found = WeightStore(tmp_path / "weights"), []
+    for _ in range(2):
+        loaded = load_model(config_of(folder, dtype="bfloat16", quantization=quantization), weights=store)
+        found.append(logits_of(loaded))
+        packed = [module.packed for module in loaded.module.modules() if isinstance(module, PackedLinear)]
+        assert [len(weight.parts) for weight in packed] == [1] * (3 * 4 + 1)
+        assert all(weight.is_quantised for weight in packed)
+        assert loaded.weights is not None
+        loaded.weights.close()
+    assert torch.equal(*found)
+    assert ((found[0] - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item() < 0.05
+    with pytest.raises(ConfigError, match=rf"'{quantization}', which is not possible with torch\.float32 here"):
+        load_model(config_of(folder, quantization=quantization))
+
+
+def _rounded_model(folder: Path, bits: Literal[4, 8]) -> Any:
+    """transformers' model in float32, with the values that the weights of its linear layers are rounded to."""
+    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(quantise(layer.weight.detach().bfloat16(), bits).dequantised())
+    return module.eval()
+
+
 def test_greedy_tokens_of_the_engine_are_those_of_the_values(tmp_path: Path) -> None:
     path = quantised_file(tmp_path / "m.gguf")
     prompts = [[(i * 37 + j * 11) % 250 for j in range(5 + 7 * i)] for i in range(6)]
@@ -193,3 +203,10 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     del tensors["blk.1.ffn_up.weight"]
     with pytest.raises(ModelError, match=r"lacks 1 weights, model.layers.1.mlp.up_proj.weight among them|ffn_up"):
         load_model(config_of(write_gguf(tmp_path / "m.gguf", settings, tensors)))
+
+
+def test_a_model_that_is_made_leaves_other_threads_alone() -> None:
+    """Regression: parameters that another thread loaded meanwhile lost their values."""
+    with checkpoint_module._parameters_on_meta(), ThreadPoolExecutor(1) as pool:
+        own, other = nn.Linear(2, 2), pool.submit(nn.Linear, 2, 2).result()
+    assert (own.weight.is_meta, other.weight.is_meta) == (True, False)

@@ -96,7 +96,9 @@ def byte_tokens(special: Sequence[str] = ("<bos>", "<eos>")) -> dict[str, Any]:
     }
 
 
-def tiny_llama(layers: int = 2, *, seed: int = 0, **settings: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def tiny_llama(
+    layers: int = 2, *, seed: int = 0, width: int = 96, **settings: Any
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and tensors of a model with random weights, in bfloat16."""
     tokens = byte_tokens()
     count = len(tokens["tokenizer.ggml.tokens"])
@@ -110,9 +112,9 @@ def tiny_llama(layers: int = 2, *, seed: int = 0, **settings: Any) -> tuple[dict
             "attn_k": (32, 64),
             "attn_v": (32, 64),
             "attn_output": (64, 64),
-            "ffn_gate": (96, 64),
-            "ffn_up": (96, 64),
-            "ffn_down": (64, 96),
+            "ffn_gate": (width, 64),
+            "ffn_up": (width, 64),
+            "ffn_down": (64, width),
         }.items():
             shapes[f"blk.{layer}.{leaf}"] = shape
     tensors = {
@@ -124,7 +126,7 @@ def tiny_llama(layers: int = 2, *, seed: int = 0, **settings: Any) -> tuple[dict
         "llama.block_count": layers,
         "llama.context_length": 256,
         "llama.embedding_length": 64,
-        "llama.feed_forward_length": 96,
+        "llama.feed_forward_length": width,
         "llama.attention.head_count": 4,
         "llama.attention.head_count_kv": 2,
         "llama.attention.layer_norm_rms_epsilon": 1e-5,

@@ -16,7 +16,9 @@ from typing import ClassVar
 import pytest
 
 from folio.app.cli.main import main
+from folio.app.config.args import AppArgs
 from folio.app.config.checkpoint import checkpoint_faults, weight_bytes
+from folio.app.config.engine import EngineConfig
 from folio.app.errors import ModelError
 from folio.app.models.builtin import BUILTIN_FOLDER, local_folder, resolve_model
 from folio.app.models.gguf.files import read_gguf
@@ -134,7 +136,7 @@ def test_a_damaged_file_in_a_command_line(tmp_path: Path, command: str, capsys: 
     path, config = tmp_path / "m.gguf", tmp_path / "config.yaml"
     path.write_bytes(gguf_bytes(*tiny_llama())[:-1000])
     config.write_text(f"applications: [{{import_path: 'folio.app.main:build', args: {{engine: {{model: {path}}}}}}}]")
-    assert main([command, str(config if command == "check" else path)]) == (1 if command == "plan" else 2)
+    assert main([command, str(config if command == "check" else path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith("it is truncated or damaged")
     assert str(path) in line
@@ -306,3 +308,19 @@ def test_a_plan_reads_headers_only(tmp_path: Path, hub: str) -> None:
     parts = resolved(tmp_path, "owner/tiny-GGUF", plan, HF_ENDPOINT=hub)
     assert parts.returncode == 0, parts.stderr
     assert "has no GGUF file in Q2_K" in resolved(tmp_path, "owner/tiny-GGUF:Q2_K", plan, HF_ENDPOINT=hub).stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("/a/SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"),
+        ("m.GGUF", "m"),
+        ("a/m-00001-of-00003.gguf", "m"),
+        ("owner/name-GGUF:Q8_0", "name-GGUF:Q8_0"),
+        ("/a/folder.1", "folder.1"),
+        ("smollm2", "smollm2"),
+    ],
+)
+def test_the_served_name(model: str, name: str) -> None:
+    [config] = AppArgs(engine=EngineConfig(model=model)).shelf.models
+    assert config.name == name

@@ -69,7 +69,11 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 _BELOW = (-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0)
 _ABOVE = (0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0)
-_NF4 = torch.tensor((*_BELOW, *_ABOVE))
+NF4_LEVELS = torch.tensor((*_BELOW, *_ABOVE))
+
+
+def nf4_state(state: Mapping[str, Any]) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
 def nf4(inputs: int, nested: bool, block: int = 64) -> dict[str, torch.Tensor]:
@@ -85,12 +89,11 @@ def nf4(inputs: int, nested: bool, block: int = 64) -> dict[str, torch.Tensor]:
         found = table[stored.long()] * seconds.repeat_interleave(16)[:count] + 0.05
     else:
         stored = found = scales((count,), torch.float32)
-    content = json.dumps(state).encode()
     return tensors | {
         "a.weight.absmax": stored,
-        "a.weight.quant_map": _NF4,
-        "a.weight.quant_state.bitsandbytes__nf4": torch.tensor(list(content), dtype=torch.uint8),
-        "expected": (_NF4[values].view(-1, block) * found[:, None]).view(OUTPUTS, inputs),
+        "a.weight.quant_map": NF4_LEVELS,
+        "a.weight.quant_state.bitsandbytes__nf4": nf4_state(state),
+        "expected": (NF4_LEVELS[values].view(-1, block) * found[:, None]).view(OUTPUTS, inputs),
     }
 
 

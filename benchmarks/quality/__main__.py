@@ -6,7 +6,7 @@ The models of `benchmarks.real_models`; texts are this repository's documentatio
   beside transformers on the dequantised weights in float32, and beside llama.cpp's `llama-perplexity` on the file;
   the dequantised weights in bfloat16, and from them int8 and int4 made at load, and each `kv_dtype`
 - for each, the share of tokens with the same first choice as transformers'
-- 100 JSON schemas: the share of sampled outputs that are valid
+- 100 JSON schemas: the share of sampled outputs that are valid, enforced and only told in the prompt
 - speculation, prefix caching and preemption: `benchmarks.quality.features`
 
 --quick: SmolLM2 alone, 700 words, few schemas, without the last part.
@@ -35,8 +35,8 @@ from benchmarks.rivals.processes import FOLDER
 from folio.app.config.engine import KVDtype, Quantization
 from folio.app.engine import LLM
 
-NUM_WORDS, QUICK_WORDS = 20_000, 700  # of which llama-perplexity needs two windows
-NUM_SCHEMAS, QUICK_SCHEMAS = 100, 3
+NUM_WORDS, QUICK_WORDS = 20_000, 900  # of which llama-perplexity needs two windows
+NUM_SCHEMAS, QUICK_SCHEMAS, TOLD_SHARE = 100, 3, 4  # one schema of four is also told without being enforced
 INSTRUCTED = "smollm2"  # the one that answers
 # Variant → settings of the engine, on the dequantised weights. The first is what the others are measured against.
 BASE = "bfloat16"
@@ -99,17 +99,20 @@ def figures_of(by_model: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return figures
 
 
-def valid_share(model: Path, count: int) -> tuple[float, list[dict[str, str]]]:
-    """Share of outputs that are valid under their schemas, and those that are not."""
+def valid_shares(model: Path, count: int) -> tuple[dict[str, float], list[dict[str, str]]]:
+    """Shares of outputs that are valid under their schemas, enforced or only told, and those that are not
+    although enforced."""
     asked = schemas.make_schemas(count)
     with LLM(model) as llm:
-        outputs = schemas.ask(llm, asked)
+        enforced = schemas.ask(llm, asked, enforced=True)
+        told = schemas.ask(llm, asked[: -(-count // TOLD_SHARE)], enforced=False)
     wrong = [
         {"schema": json.dumps(schema), "output": output}
-        for schema, output in zip(asked, outputs, strict=True)
+        for schema, output in zip(asked, enforced, strict=True)
         if not schemas.is_valid(output, schema)
     ]
-    return 1 - len(wrong) / count, wrong
+    valid = sum(map(schemas.is_valid, told, asked))
+    return {"schemas_valid": 1 - len(wrong) / count, "schemas_valid_unenforced": valid / len(told)}, wrong
 
 
 def main() -> None:
@@ -128,8 +131,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             real_models.write_dequantised(file, Path(folder))
             by_model[name] = perplexities(name, file, Path(folder), text, args)
-    share, wrong = valid_share(files[INSTRUCTED], QUICK_SCHEMAS if args.quick else NUM_SCHEMAS)
-    figures = figures_of(by_model) | {"schemas_valid": share}
+    shares, wrong = valid_shares(files[INSTRUCTED], QUICK_SCHEMAS if args.quick else NUM_SCHEMAS)
+    figures = figures_of(by_model) | shares
     if not args.quick:
         figures |= features.measure(str(files[INSTRUCTED]), features.Sizes())
     for key, value in figures.items():

@@ -1,7 +1,8 @@
-"""A hundred JSON schemas, and how many outputs of a model are valid under theirs.
+"""A hundred JSON schemas, and how many answers of a model are valid under theirs.
 
-Strings, arrays and numbers are bounded, so that the longest valid output ends before the token limit: an output that
-does not end is not valid.
+Strings, arrays, recursion and numbers are bounded, so that the longest valid answer ends before the token limit: an
+answer that does not end is not valid. Schemas have only keywords that Folio enforces (`docs/guides`, structured
+output).
 """
 
 from __future__ import annotations
@@ -9,19 +10,34 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import re
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any
 
+from folio.app.api.output.schemas import enforceable
 from folio.app.engine import LLM, SamplingParams, Structure
 
-SEED, TEMPERATURE, MAX_TOKENS = 7, 0.7, 1024
+SEED = 7
 TOPICS = ("a book", "a city", "an order", "a recipe", "a flight", "a bicycle", "a film", "a hotel", "a song", "a tree")
 NAMES = (
     *("name", "title", "kind", "size", "price", "year", "count", "rating", "owner", "colour", "place", "notes"),
     *("items", "parts", "tags", "code", "weight", "is_new", "contact", "address", "language", "level", "steps", "unit"),
+    *("größe", "first name", "@id", "x-ref"),
 )
 WORDS = ("red", "green", "blue", "small", "large", "new", "used", "daily", "weekly", "north", "south", "open", "closed")
-PATTERNS = (r"^[A-Z]{3}-\d{4}$", r"^\d{4}-\d{2}-\d{2}$", r"^#[0-9a-f]{6}$", r"^[a-z]{2,12}$", r"^\+\d{6,12}$")
+PATTERNS = (
+    *(r"^[A-Z]{3}-\d{4}$", r"^\d{4}-\d{2}-\d{2}$", r"^#[0-9a-f]{6}$", r"^[a-z]{2,12}$", r"^\+\d{6,12}$"),
+    *(
+        r"^(Mon|Tues|Wednes)day$",
+        r"^\w+@\w+\.(org|net)$",
+        r"^v\d+(\.\d+){2}$",
+        r"^[^\s\"]{3,20}$",
+        r"^[A-ZÄÖÜ][a-zäöüß]{1,15}$",
+    ),
+)
+FORMATS = ("date-time", "date", "email", "ipv4", "ipv6", "uuid")
+TEMPERATURE, MAX_TOKENS = 0.7, 1024
 Schema = dict[str, Any]
 
 
@@ -32,19 +48,23 @@ class _Maker:
         self._random = random.Random(seed)
         self._definitions: dict[str, Schema] = {}
         self._leaves: Sequence[Callable[[], Schema]] = (
-            *(self._integer, self._number, self._string, self._pattern, self._enum, self._constant),
-            *(self._boolean, self._optional),
+            *(self._integer, self._number, self._string, self._pattern, self._format, self._enum, self._constant),
+            *(self._boolean, self._optional, self._nullable),
+        )
+        self._nested: Sequence[Callable[[int], Schema]] = (
+            *(self._object, self._array, self._reference, self._tuple, self._map, self._one_of, self._all_of),
+            *(self._set, self._chain),
         )
 
     def schema(self) -> Schema:
         self._definitions = {}
-        made = self._object(2)
+        whole = self._random.choices((self._object, self._array, self._one_of), (8, 1, 1))[0]
+        made = whole(2)
         return made | ({"$defs": self._definitions} if self._definitions else {})
 
     def _any(self, depth: int) -> Schema:
-        nested = (self._object, self._array, self._reference)
         if depth and self._random.random() < 0.4:
-            return self._random.choice(nested)(depth - 1)
+            return self._random.choice(self._nested)(depth - 1)
         return self._random.choice(self._leaves)()
 
     def _object(self, depth: int) -> Schema:
@@ -58,18 +78,49 @@ class _Maker:
         most = least + self._random.randint(1, 3)
         return {"type": "array", "items": self._any(min(depth, 1)), "minItems": least, "maxItems": most}
 
-    def _reference(self, depth: int) -> Schema:
+    def _tuple(self, depth: int) -> Schema:
+        items = [self._any(0), self._any(min(depth, 1))]
+        return {"type": "array", "prefixItems": items, "items": False, "minItems": 2}
+
+    def _set(self, _: int) -> Schema:
+        return {"type": "array", "items": self._enum(), "uniqueItems": True, "maxItems": 3}
+
+    def _map(self, depth: int) -> Schema:
+        names = {"pattern": "^[a-z]{1,12}$"}
+        values = self._any(min(depth, 1))
+        return {"type": "object", "propertyNames": names, "additionalProperties": values, "maxProperties": 2}
+
+    def _reference(self, _: int) -> Schema:
         name = self._random.choice(("Person", "Place", "Amount"))
         if name not in self._definitions:
             self._definitions[name] = self._object(0)
         return {"$ref": f"#/$defs/{name}"}
 
+    def _chain(self, _: int) -> Schema:
+        """A list whose end is null; short, because its links are constants."""
+        following = {"anyOf": [{"$ref": "#/$defs/Link"}, {"type": "null"}]}
+        self._definitions["Link"] = _closed({"link": {"const": "next"}, "following": following})
+        return {"$ref": "#/$defs/Link"}
+
+    def _one_of(self, depth: int) -> Schema:
+        kinds = self._random.sample(WORDS, 2)
+        return {"oneOf": [_closed({"kind": {"const": kind}, "value": self._any(min(depth, 1))}) for kind in kinds]}
+
+    def _all_of(self, _: int) -> Schema:
+        one, other = self._random.sample(NAMES, 2)
+        properties = {name: self._any(0) for name in (one, other)}
+        parts: list[Schema] = [{"required": [one]}, {"required": [other]}]
+        return {"type": "object", "properties": properties, "allOf": parts, "additionalProperties": False}
+
     def _integer(self) -> Schema:
         least = self._random.choice((-50, 0, 1, 1900))
-        return {"type": "integer", "minimum": least, "maximum": least + self._random.choice((5, 100, 1000))}
+        return {"type": "integer", "minimum": least, "exclusiveMaximum": least + self._random.choice((5, 100, 1000))}
 
     def _number(self) -> Schema:
-        return {"type": "number", "minimum": 0, "maximum": self._random.choice((1, 10, 99.5)), "multipleOf": 0.25}
+        most = self._random.choice((1, 10, 99.5))
+        return {"type": "number", self._random.choice(("minimum", "exclusiveMinimum")): -0.5, "maximum": most} | (
+            {"multipleOf": 0.25} if self._random.random() < 0.5 else {}
+        )
 
     def _string(self) -> Schema:
         return {"type": "string", "minLength": self._random.randint(0, 3), "maxLength": self._random.randint(8, 40)}
@@ -77,11 +128,14 @@ class _Maker:
     def _pattern(self) -> Schema:
         return {"type": "string", "pattern": self._random.choice(PATTERNS)}
 
+    def _format(self) -> Schema:
+        return {"type": "string", "format": self._random.choice(FORMATS)}
+
     def _enum(self) -> Schema:
         return {"enum": self._random.sample(WORDS, self._random.randint(2, 5))}
 
     def _constant(self) -> Schema:
-        return {"const": self._random.choice((*WORDS[:3], 42, True, None))}
+        return {"const": self._random.choice((*WORDS[:3], 42, True, None, [1, "two"], {"a": 0.5}))}
 
     def _boolean(self) -> Schema:
         return {"type": "boolean"}
@@ -89,30 +143,41 @@ class _Maker:
     def _optional(self) -> Schema:
         return {"anyOf": [self._string(), {"type": "null"}]}
 
+    def _nullable(self) -> Schema:
+        return {"type": ["integer", "null"], "minimum": 0, "maximum": 255}
+
+
+def _closed(properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
 
 def make_schemas(count: int) -> list[Schema]:
     maker = _Maker(SEED)
     return [maker.schema() for _ in range(count)]
 
 
-def ask(llm: LLM, schemas: Sequence[Schema]) -> list[str]:
-    """An output for each schema, sampled; that of an output which did not end is cut."""
+def ask(llm: LLM, schemas: Sequence[Schema], *, enforced: bool) -> list[str]:
+    """A sampled output for each schema, as by `response_format` if enforced; one that does not end is cut."""
     tokenizer: Any = llm.engine.model.tokenizer
     prompts: list[str | list[int]] = []
     params = []
     for i, schema in enumerate(schemas):
-        spec = json.dumps(schema)
-        content = f"Describe {TOPICS[i % len(TOPICS)]} in JSON that fits this schema: {spec}"
+        content = f"Describe {TOPICS[i % len(TOPICS)]} in JSON that fits this schema: {json.dumps(schema)}"
         message = [{"role": "user", "content": content}]
         prompts.append(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
-        structure = Structure("json", spec)
+        structure = Structure("json", json.dumps(enforceable(schema, "schema"))) if enforced else None
         params.append(SamplingParams(max_tokens=MAX_TOKENS, temperature=TEMPERATURE, seed=i, structure=structure))
     return [completion.text for completion in llm.generate(prompts, params)]
 
 
 def is_valid(output: str, schema: Schema) -> bool:
+    """Whether an output is JSON that follows the schema, formats included; it may be in a block of Markdown."""
     jsonschema: Any = importlib.import_module("jsonschema")
+    checker = jsonschema.FormatChecker(("date", "email", "ipv4", "ipv6", "uuid"))
+    checker.checks("date-time", ValueError)(lambda text: bool(datetime.fromisoformat(text)))
+    block = re.fullmatch(r"\s*```(?:json)?\n(.*)```\s*", output, re.S)
     try:
-        return bool(jsonschema.Draft202012Validator(schema).is_valid(json.loads(output)))
+        value = json.loads(block[1] if block else output)
     except json.JSONDecodeError:
         return False
+    return bool(jsonschema.Draft202012Validator(schema, format_checker=checker).is_valid(value))

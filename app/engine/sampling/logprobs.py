@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
-from folio.app.engine.sampling.choice import sort_keys
+from folio.app.engine.sampling.choice import BLOCK_TOKENS, sort_keys
 from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.engine.sampling.transfer import Readback, to_device
 
@@ -48,15 +49,34 @@ def launch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> to
 def _chunk(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
     logprobs = logits.log_softmax(dim=-1)
     chosen = tokens[:, None]
-    own = logits.gather(-1, chosen)
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    before = (logits > own) | ((logits == own) & (ids < chosen))
-    ranks = before.sum(dim=-1, keepdim=True) + 1
-    parts = [logprobs.gather(-1, chosen).view(torch.int32), ranks.int()]
+    parts = [logprobs.gather(-1, chosen).view(torch.int32), _ranks(logits, tokens)[:, None].int()]
     if most:
-        top_ids = sort_keys(logits).topk(most, dim=-1).indices
+        top_ids = _likeliest(logits, most)
         parts += [top_ids.int(), logprobs.gather(-1, top_ids).view(torch.int32)]
     return torch.cat(parts, dim=-1)
+
+
+def _ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """1 for the likeliest token, `[n]`; equal ones are ordered by id."""
+    chosen = tokens[:, None]
+    own = logits.gather(-1, chosen)
+    if logits.device.type != "cpu":
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        return ((logits > own) | ((logits == own) & (ids < chosen))).sum(dim=-1) + 1
+    numbers = zip(logits, own[:, 0], tokens.tolist(), strict=True)  # two passes for five of whole chunks
+    before = [(row[:i] >= value).count_nonzero() + (row[i:] > value).count_nonzero() for row, value, i in numbers]
+    return torch.stack(before) + 1
+
+
+def _likeliest(logits: torch.Tensor, most: int) -> torch.Tensor:
+    """The likeliest tokens of each row, `[n, most]`; equal ones are ordered by id. They are in the `most` blocks with
+    the highest maxima, of equal ones the first, so that few logits have to be sorted."""
+    blocks = pad(logits, (0, -logits.shape[-1] % BLOCK_TOKENS), value=-torch.inf).view(len(logits), -1, BLOCK_TOKENS)
+    maxima = blocks.amax(dim=-1)
+    first = sort_keys(maxima).topk(min(most, maxima.shape[-1]), dim=-1).indices.sort(dim=-1).values
+    found = blocks.gather(1, first[:, :, None].expand(-1, -1, BLOCK_TOKENS)).flatten(1)
+    places = sort_keys(found).topk(most, dim=-1).indices
+    return first.gather(-1, places // BLOCK_TOKENS) * BLOCK_TOKENS + places % BLOCK_TOKENS
 
 
 def read_logprobs(numbers: np.ndarray, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:

@@ -275,12 +275,12 @@ def test_rows_are_worked_on_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     alone = [prompt_logprobs(logits[i : i + 1], [i], 3) for i in tokens]
     sizes = []
 
-    def seen(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(tensor))
-        return order(tensor)
+    def seen(rows: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+        sizes.append(len(rows))
+        return chunk(rows, tokens, most)
 
-    order = logprobs.sort_keys
-    monkeypatch.setattr(logprobs, "sort_keys", seen)
+    chunk = logprobs._chunk
+    monkeypatch.setattr(logprobs, "_chunk", seen)
     assert prompt_logprobs(logits, tokens, 3) == tuple(found for row in alone for found in row)
     assert sizes == [3, 3, 1]
 

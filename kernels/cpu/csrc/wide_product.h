@@ -41,6 +41,7 @@ constexpr int kTile = 16;                   // outputs
 constexpr int kParts = kTile / kNative;     // vectors of a tile
 constexpr int kMostTiles = 4;               // multiplied at a time
 constexpr int64_t kDirectPanels = 2;        // up to here rows are few
+constexpr int64_t kAheadBytes = 4 << 10;    // of weights that few rows are multiplied with
 constexpr int64_t kChunk = 256;             // inputs that are widened at a time: 16 KiB
 constexpr int64_t kCacheBytes = 384 << 10;  // of a core's second-level cache, for panels
 constexpr int64_t kMinPanels = 8, kMaxPanels = 64;  // multiplied with a widened tile
@@ -60,47 +61,55 @@ constexpr int tiles_at_once(int rows) {
   return fitting < 1 ? 1 : fitting < kMostTiles ? fitting : kMostTiles;
 }
 
-// Words of kNative outputs, one vector for each input of the word.
-inline void widen_words(const float* p, Native* to) { std::memcpy(to, p, sizeof *to); }
-inline void widen_words(const BFloat16* p, Native* to) {
+// Input i of the words of kNative outputs.
+inline Native widen(const float* p, int) { return *reinterpret_cast<const Unaligned*>(p); }
+inline Native widen(const BFloat16* p, int i) {
   Bits bits;
   std::memcpy(&bits, p, sizeof bits);
-  to[0] = reinterpret_cast<Native>(bits << 16);
-  to[1] = reinterpret_cast<Native>(bits & 0xffff0000u);
+  return reinterpret_cast<Native>(i ? bits & 0xffff0000u : bits << 16);
 }
+
+// Weights that are read soon: of each tile `word_bytes` a word, from `at` on.
+struct Ahead {
+  const void* at;
+  int64_t word_bytes;
+};
 
 // sums [rows][tiles][16] += kRows × kTiles tiles, `tile_size` weights apart.
 template <typename S, int kRows, int kTiles>
-void block(const float* x, const S* weights, int64_t words, int64_t tile_size, float* to) {
+void block(const float* x, const S* weights, int64_t words, int64_t tile_size, Ahead ahead, float* to) {
   constexpr int kWide = kPerWord<S>;
   constexpr int kVectors = kRows * kTiles * kParts;
   Native sums[kVectors];
 #pragma GCC unroll 24
   for (int v = 0; v < kVectors; v++) sums[v] = reinterpret_cast<const Unaligned*>(to)[v];
   for (int64_t k = 0; k < words; k++) {
-    Native w[kTiles][kParts][kWide];
 #pragma GCC unroll 4
     for (int t = 0; t < kTiles; t++)
-#pragma GCC unroll 4
-      for (int p = 0; p < kParts; p++)
-        widen_words(weights + t * tile_size + (k * kTile + p * kNative) * kWide, w[t][p]);
+      __builtin_prefetch(static_cast<const S*>(ahead.at) + t * tile_size + k * ahead.word_bytes / sizeof(S), 0, 2);
 #pragma GCC unroll 2
-    for (int i = 0; i < kWide; i++)
+    for (int i = 0; i < kWide; i++) {
+      Native w[kTiles][kParts];
+#pragma GCC unroll 4
+      for (int t = 0; t < kTiles; t++)
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; p++) w[t][p] = widen(weights + t * tile_size + (k * kTile + p * kNative) * kWide, i);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; r++) {
         const Native value = x[(k * kWide + i) * kRows + r] - Native{};  // + would keep an addition, for -0
 #pragma GCC unroll 4
         for (int t = 0; t < kTiles; t++)
 #pragma GCC unroll 4
-          for (int p = 0; p < kParts; p++) sums[(r * kTiles + t) * kParts + p] += w[t][p][i] * value;
+          for (int p = 0; p < kParts; p++) sums[(r * kTiles + t) * kParts + p] += w[t][p] * value;
       }
+    }
   }
 #pragma GCC unroll 24
   for (int v = 0; v < kVectors; v++) reinterpret_cast<Unaligned*>(to)[v] = sums[v];
 }
 
 template <typename S>
-using Block = void (*)(const float*, const S*, int64_t, int64_t, float*);
+using Block = void (*)(const float*, const S*, int64_t, int64_t, Ahead, float*);
 
 // The block of a number of rows, and of at most `tiles` tiles, whose number it is reduced to.
 template <typename S, int kRows, int kTiles = tiles_at_once(kRows)>
@@ -157,7 +166,9 @@ struct Product {
       alignas(64) float sums[kMaxSums] = {};
       at_once = step;
       const Block<T> multiply = choose_block<T>(count(panel), &at_once);
-      multiply(panels + panel * height() * padded(), packed + tile * kTile * padded(), words(), kTile * padded(), sums);
+      const T* const weights = packed + tile * kTile * padded();
+      const Ahead ahead{weights + kAheadBytes / sizeof(T), kTile * kPerWord<T> * sizeof(T)};
+      multiply(panels + panel * height() * padded(), weights, words(), kTile * padded(), ahead, sums);
       for (int64_t t = 0; t < at_once; t++) write(panel, tile + t, sums + t * kTile, at_once * kTile);
     }
   }
@@ -175,8 +186,9 @@ struct Product {
         int64_t one = 1;
         const Block<float> multiply = choose_block<float>(count(panel), &one);
         const float* x = panels + panel * height() * padded() + k * count(panel);
-        if constexpr (sizeof(T) < sizeof(float)) multiply(x, wide, depth, 0, sums[panel - begin]);
-        else multiply(x, weights, depth, 0, sums[panel - begin]);
+        const Ahead ahead{weights + kChunk * kTile, kTile * sizeof(T)};  // the next chunk
+        if constexpr (sizeof(T) < sizeof(float)) multiply(x, wide, depth, 0, ahead, sums[panel - begin]);
+        else multiply(x, weights, depth, 0, ahead, sums[panel - begin]);
       }
     }
     for (int64_t panel = begin; panel < end; panel++) write(panel, tile, sums[panel - begin], kTile);
@@ -187,9 +199,10 @@ struct Product {
     constexpr int kWide = kPerWord<T>;
     for (int64_t k = 0; k < depth; k += kWide)
       for (int p = 0; p < kParts; p++) {
-        Native lanes[kWide];
-        widen_words(weights + k * kTile + p * kNative * kWide, lanes);
-        for (int i = 0; i < kWide; i++) std::memcpy(to + (k + i) * kTile + p * kNative, &lanes[i], sizeof lanes[i]);
+        for (int i = 0; i < kWide; i++) {
+          const Native lanes = widen(weights + k * kTile + p * kNative * kWide, i);
+          std::memcpy(to + (k + i) * kTile + p * kNative, &lanes, sizeof lanes);
+        }
       }
   }
 

@@ -23,6 +23,7 @@ from folio.app.compat.transformers import uses_attention_interface, weights_copi
 from folio.app.config.engine import Quantization, ResolvedConfig
 from folio.app.config.machine import Machine
 from folio.app.engine.layers import attention, recurrent
+from folio.app.engine.layers.experts import quantise_experts
 from folio.app.engine.layers.fused_layer import fuse_layers
 from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
 from folio.app.engine.layers.fusion_record import FusionRecord
@@ -121,7 +122,7 @@ def find_quantised(config: ResolvedConfig, hf_config: PreTrainedConfig) -> Quant
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
     on_cpu = config.device == "cpu" and config.tensor_parallel_size == 1 and config.dtype != "float16"
-    return open_checkpoint(folder, fp8=on_cpu and config.quantization == "none")
+    return open_checkpoint(folder, floats=on_cpu and config.quantization == "none")
 
 
 def _quantised_module(
@@ -315,6 +316,8 @@ def optimise(
         num_packed = pack_linears(module, packed_as(packed, linear))
     elif product is not None:
         num_packed = pack_linears(module, packed_by(product))
+        if bits is not None:
+            num_packed += quantise_experts(module, bits)
     num_few = 0 if few is None else use_few_row_products(module, few)
     logger.info(
         "fused %d modules, packed %d linear layers, %d with products of few rows", num_fused, num_packed, num_few

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from folio.app.engine.layers.experts import ExpertProduct, experts_as
 from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear, pack_linears
+from folio.app.engine.model.quantised_experts import ExpertReader
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
 from folio.kernels import PackedProduct, QuantisedWeight
@@ -48,8 +50,9 @@ class QuantisedLoader:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         known = checkpoint.names()
+        self._experts = ExpertReader(module, checkpoint)
         found = {name: next((n for n in same if n in known), None) for same in names.values() for name in same}
-        missing = sorted(name for name, source in found.items() if source is None)
+        missing = sorted(name for name, source in found.items() if source is None and name not in self._experts.found)
         if missing:
             raise ModelError(f"the checkpoint lacks {len(missing)} weights, {missing[0]} among them")
         self._names = {name: str(source) for name, source in found.items()}
@@ -72,9 +75,9 @@ class QuantisedLoader:
         """Read the parameters of a module that are not there yet."""
         for where, module in list(self._module.get_submodule(path).named_modules(prefix=path)):
             for leaf, parameter in list(module.named_parameters(recurse=False)):
-                if not parameter.is_meta:
-                    continue
                 name = f"{where}.{leaf}" if where else leaf
+                if not parameter.is_meta or name in self._experts.found:
+                    continue
                 source = self._names[name]
                 if source in self._embeddings:
                     continue  # a tied output layer
@@ -92,6 +95,8 @@ class QuantisedLoader:
                     else:
                         value = value.dequantised()
                 setattr(module, leaf, nn.Parameter(value.to(self._device, parameter.dtype), requires_grad=False))
+            if (experts := self._experts.read(where, module, self._linear)) is not None:
+                self._module.set_submodule(where, experts)
 
     def _embed(self, path: str, module: nn.Embedding, source: str, value: QuantisedWeight) -> None:
         packed = self._linear.pack_quantised(value, module.weight.dtype)
@@ -150,11 +155,12 @@ def _layer_paths(module: nn.Module) -> Iterator[str]:
 
 
 def described(model: nn.Module) -> dict[str, Any]:
-    """The quantised packed weights of a model by path, in plain values: tensors by dtype and shape."""
+    """The quantised packed weights of a model, and those of its packed experts, by path, in plain values: tensors by dtype and shape."""
     return {
         path: _plain(module.packed)
         for path, module in model.named_modules()
-        if isinstance(module, PackedEmbedding | PackedLinear) and _is_quantised(module.packed)
+        if isinstance(module, ExpertProduct)
+        or (isinstance(module, PackedEmbedding | PackedLinear) and _is_quantised(module.packed))
     }
 
 
@@ -171,7 +177,8 @@ def packed_as(descriptions: Descriptions, linear: PackedProduct) -> Callable[[st
 
 
 def embed_as(model: nn.Module, descriptions: Descriptions, linear: PackedProduct) -> None:
-    """Replace the embeddings of a module on torch's meta device that are described."""
+    """Replace the embeddings and experts of a module on torch's meta device that are described."""
+    experts_as(model, lambda path: _blank(descriptions[path]) if path in descriptions else None)
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding) and path in descriptions:
             model.set_submodule(path, PackedEmbedding(module, _blank(descriptions[path]), linear))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,15 +98,23 @@ _KINDS: dict[str, tuple[Callable[[torch.Tensor], Quantised], dict[str, object]]]
 _ROUNDED = {"awq": 0.01, "fp8": 0.1}
 
 
+def load(folder: Path, **settings: Any) -> Any:
+    config = EngineConfig(**{"model": str(folder), "dtype": "float32", "skip_tokenizer_init": True} | settings)
+    module = load_model(config.on_device("cpu")).module
+    module.set_attn_implementation("eager")
+    return module
+
+
+@torch.inference_mode()
+def logits_of(module: Any) -> torch.Tensor:
+    found: torch.Tensor = module(input_ids=torch.arange(3, 90)[None], use_cache=False).logits[0]
+    return found
+
+
 def logits(folder: Path) -> tuple[torch.Tensor, int]:
     """And the bytes of all linear layers."""
-    module = load_model(
-        EngineConfig(model=str(folder), dtype="float32", skip_tokenizer_init=True).on_device("cpu")
-    ).module
-    module.set_attn_implementation("eager")
-    with torch.inference_mode():
-        found = module(input_ids=torch.arange(3, 90)[None], use_cache=False).logits[0]
-    return found, sum(part.packed.nbytes for part in module.modules() if isinstance(part, PackedLinear))
+    module = load(folder)
+    return logits_of(module), sum(part.packed.nbytes for part in module.modules() if isinstance(part, PackedLinear))
 
 
 @pytest.mark.parametrize("kind", _KINDS)

@@ -1,0 +1,105 @@
+"""Quantised experts compute what their dequantised weights do, and stay packed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from folio.app.engine.layers.experts import ExpertProduct, PackedExperts
+from folio.kernels import CpuLinear
+from tests.app.engine.model.test_quantised_checkpoints import _KINDS, _ROUNDED, load, logits_of
+from tests.conftest import EXPERTS, SMALL, MakeCheckpoint
+
+pytestmark = pytest.mark.skipif(
+    CpuLinear().unsupported(torch.float32) is not None, reason="packed weights need a processor with AVX2 or NEON"
+)
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", SMALL | EXPERTS | {"head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2_moe": ("qwen2_moe", SMALL | EXPERTS),
+    "mixtral": ("mixtral", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "gpt_oss",
+        SMALL | {"head_dim": 32, "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """`[experts, inputs, outputs]` in gpt-oss's blocks, and dequantised."""
+    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    values = weight.float().transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (values.abs().amax(-1) / 6).log2().ceil()
+    scaled = values / torch.exp2(exponents)[..., None]
+    codes = (scaled[..., None] - table).abs().argmin(-1)
+    found = (table[codes] * torch.exp2(exponents)[..., None]).flatten(2).transpose(1, 2)
+    blocks = codes[..., ::2] | codes[..., 1::2] << 4
+    return {"_blocks": blocks.to(torch.uint8), "_scales": (exponents + 127).to(torch.uint8)}, found
+
+
+def written(source: Path, folder: Path, kind: str) -> tuple[Path, Path]:
+    """Folders of the dequantised and of the quantised model."""
+    dense, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    packed: dict[str, torch.Tensor] = {}
+    quantisation: dict[str, Any] = {"quant_method": "mxfp4"}
+    for name, tensor in list(dense.items()):
+        stem, _, leaf = name.rpartition(".")
+        if kind == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+            tensors, dense[name] = mxfp4(tensor)
+            packed |= {name + ending: part for ending, part in tensors.items()}
+        elif kind != "mxfp4" and leaf == "weight" and (".experts." in name or "_proj." in name):
+            quantise, quantisation = _KINDS[kind]
+            tensors, dense[name] = quantise(tensor.float())
+            packed |= {f"{stem}.{part}": value for part, value in tensors.items()}
+        else:
+            packed[name] = tensor
+    for path, content, weights in (
+        (folder / "dense", config, dense),
+        (folder / "packed", config | {"quantization_config": quantisation}, packed),
+    ):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(content))
+        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(contiguous, path / "model.safetensors", metadata={"format": "pt"})
+    return folder / "dense", folder / "packed"
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [*(("qwen3_moe", kind) for kind in _KINDS), ("qwen2_moe", "int4"), ("mixtral", "gptq"), ("gpt_oss", "mxfp4")],
+)
+def test_logits_are_those_of_the_dequantised_experts(
+    model: str, kind: str, checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    name, settings = MODELS[model]
+    dense, packed = written(checkpoint(name, **settings), tmp_path, kind)
+    expected = load(dense)
+    for dtype, bound in (("float32", _ROUNDED.get(kind, 1e-5)), ("bfloat16", 0.2)):
+        actual = load(packed, dtype=dtype)
+        experts = [part for part in actual.modules() if isinstance(part, PackedExperts)]
+        assert experts and not any(p.ndim == 3 for p in actual.parameters())
+        assert all(part.packed.is_quantised for part in actual.modules() if isinstance(part, ExpertProduct))
+        difference = _difference(logits_of(actual), logits_of(expected))
+        assert difference < bound, f"relative difference {difference:.1e} in {dtype}"
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_quantised_at_load(model: str, bits: str, checkpoint: MakeCheckpoint) -> None:
+    name, settings = MODELS[model]
+    folder = checkpoint(name, **settings)
+    plain, found = load(folder), load(folder, quantization=bits)
+    assert any(isinstance(part, PackedExperts) for part in found.modules())
+    difference = _difference(logits_of(found), logits_of(plain))
+    assert 0 < difference < {"int8": 0.05, "int4": 0.5}[bits], f"relative difference {difference:.1e}"
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    actual, expected = actual.float(), expected.float()
+    return ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()

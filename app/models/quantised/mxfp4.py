@@ -1,7 +1,7 @@
 """Experts in MXFP4, as gpt-oss has them; rows of gates and ups alternate, as in transformers' module.
 
-    blocks   uint8 [experts, outputs, inputs / 32, 16]   the lower half of a byte first
-    scales   uint8 [experts, outputs, inputs / 32]       powers of 2, 127 added
+blocks   uint8 [experts, outputs, inputs / 32, 16]   the lower half of a byte first
+scales   uint8 [experts, outputs, inputs / 32]       powers of 2, 127 added
 """
 
 from __future__ import annotations

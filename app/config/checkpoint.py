@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from folio.app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
-from folio.app.config.quantised import READ, UnreadError, read_scheme
+from folio.app.config.quantised import READ, READ_AS_BFLOAT16, UnreadError, expert_fault, read_scheme
 from folio.app.errors import ModelError
 from folio.app.models.chat_template.template import ChatTemplate
 from folio.app.models.gguf.folder import gguf_files
@@ -272,7 +272,13 @@ def weight_faults(folder: Path) -> Iterator[str]:
         yield str(error)
         return
     with suppress(ValueError):  # a fault of `checkpoint_faults`
-        yield from shape_faults(_json(folder / "config.json"), shapes, folder / "config.json")
+        config = _json(folder / "config.json")
+        yield from shape_faults(config, shapes, folder / "config.json")
+        scheme = read_scheme(config["quantization_config"]) if config.get("quantization_config") else None
+        if scheme is not None and scheme.method not in READ_AS_BFLOAT16:
+            fault = expert_fault(scheme.method, shapes)
+            if fault is not None:
+                yield f"{folder}: {fault}"
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:

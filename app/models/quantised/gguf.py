@@ -15,7 +15,6 @@ from folio.app.models.gguf.header import GgufHeader, GgufTensor
 from folio.app.models.quantised.gguf_blocks import Bytes, decode
 from folio.kernels import QuantisedWeight
 
-
 _GATE_BIAS, _UP_BIAS = ".experts.gate_up_proj_bias", ".experts.up_proj_bias"
 # Of gpt-oss; that of the ups is read with that of the gates.
 _BIASES = {"gate_proj.bias": "gate_up_proj_bias", "up_proj.bias": "up_proj_bias", "down_proj.bias": "down_proj_bias"}

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from folio.app.config.engine import EngineConfig
 from folio.app.engine.layers.experts import ExpertProduct, PackedExperts, experts_of, projections_of
+from folio.app.engine.model import stored_module
+from folio.app.engine.model.loader import load_model
+from folio.app.models.weights.store import WeightStore
 from folio.kernels import CpuLinear, quantise
 from tests.app.engine.model.test_quantised_checkpoints import _KINDS, _ROUNDED, load, logits_of
 from tests.conftest import EXPERTS, SMALL, MakeCheckpoint
@@ -109,6 +115,30 @@ def test_experts_are_quantised_at_load(model: str, bits: Literal[4, 8], checkpoi
         packed = found.get_submodule(path)
         assert isinstance(packed, PackedExperts)
         torch.testing.assert_close(packed(x, chosen, weights), experts(x, chosen, weights), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "gptq"), ("qwen3_moe", "int8 at load")], ids=str
+)
+def test_stored_files_have_them(model: str, kind: str, checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Replicas share the file; a later start reads no checkpoint."""
+    name, settings = MODELS[model]
+    folder, more = checkpoint(name, **settings), {"quantization": "int8"}
+    if kind in ("mxfp4", "gptq"):
+        (_, folder), more = written(folder, tmp_path, kind), {}
+    config = EngineConfig(model=str(folder), skip_tokenizer_init=True, **more).on_device("cpu")  # type: ignore[arg-type]
+    with ExitStack() as undo:
+        found = []
+        for start in range(2):
+            if start:
+                undo.enter_context(patch.object(stored_module, "make_module"))  # it would return no module
+            model_of = load_model(config, weights=WeightStore(tmp_path / "weights"))
+            assert model_of.weights is not None
+            undo.callback(model_of.weights.close)
+            model_of.module.set_attn_implementation("eager")
+            assert any(isinstance(part, PackedExperts) for part in model_of.module.modules())
+            found.append(logits_of(model_of.module))
+        assert torch.equal(*found)
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -274,11 +274,15 @@ def weight_faults(folder: Path) -> Iterator[str]:
     with suppress(ValueError):  # a fault of `checkpoint_faults`
         config = _json(folder / "config.json")
         yield from shape_faults(config, shapes, folder / "config.json")
-        scheme = read_scheme(config["quantization_config"]) if config.get("quantization_config") else None
-        if scheme is not None and scheme.method not in READ_AS_BFLOAT16:
-            fault = expert_fault(scheme.method, shapes)
-            if fault is not None:
-                yield f"{folder}: {fault}"
+        yield from _expert_faults(folder, config.get("quantization_config"), shapes)
+
+
+def _expert_faults(folder: Path, quantization: object, names: Iterable[str]) -> Iterator[str]:
+    scheme = None if quantization is None else read_scheme(quantization)
+    if scheme is not None and scheme.method not in READ_AS_BFLOAT16:
+        fault = expert_fault(scheme.method, names)
+        if fault is not None:
+            yield f"{folder}: {fault}"
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:

@@ -24,11 +24,13 @@ def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
     if len({_kind(weight) for weight in weights}) > 1:
         raise ValueError("experts of several kinds")
     first = weights[0]
-    parts = tuple(
-        replace(part, **{name: _stacked([getattr(one.parts[p], name) for one in weights]) for name in _BY_EXPERT})
-        for p, part in enumerate(first.parts)
-    )
-    return replace(first, parts=parts, order=_stacked([weight.order for weight in weights]))
+    parts = []
+    for p, part in enumerate(first.parts):
+        by_expert: dict[str, Any] = {
+            name: _stacked([getattr(w.parts[p], name) for w in weights]) for name in _BY_EXPERT
+        }
+        parts.append(replace(part, **by_expert))
+    return replace(first, parts=tuple(parts), order=_stacked([weight.order for weight in weights]))
 
 
 class CpuExperts:

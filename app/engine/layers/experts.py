@@ -46,7 +46,6 @@ class PackedExperts(nn.Module):
             if bias is not None:
                 setattr(original, f"{name}_bias", None)
         self.original: Any = original
-        self.num_experts: int = self.original.num_experts
         self._first = next(name for name in packed if name != "down_proj")
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -54,10 +53,10 @@ class PackedExperts(nn.Module):
         `grouped_mm_experts_forward`."""
         (tokens, top_k), original = top_k_index.shape, self.original
         experts, order = top_k_index.reshape(-1).sort(stable=True)
-        counts = experts.bincount(minlength=self.num_experts)
+        counts = experts.bincount(minlength=original.num_experts)
         rows = self.get_submodule(self._first)(x[order // top_k], counts)
         rows = original._apply_gate(rows) if original.has_gate else original.act_fn(rows)
-        rows = self.down_proj(rows, counts)
+        rows = self.get_submodule("down_proj")(rows, counts)
         if getattr(original, "has_post_expert_norm", False):
             rows = original.post_expert_norm(rows)
         out = torch.empty_like(rows).index_copy_(0, order, rows)

@@ -61,38 +61,46 @@ class ExpertReader:
 
     def _weights(self, path: str, name: str, linear: object) -> PackedWeight | torch.Tensor:
         """Of all experts: packed, or `[experts, outputs, inputs]`."""
+        count, dtype = self._modules[path].num_experts, getattr(self._modules[path], name).dtype
+
+        def read(*, plain: bool) -> PackedWeight | torch.Tensor:
+            found = []
+            for expert in range(count):
+                values = self._expert(path, name, expert)
+                if isinstance(values, torch.Tensor):
+                    found.append([values.to(dtype)])
+                elif isinstance(linear, CpuLinear):
+                    found.append([linear.pack_quantised(_plain(one) if plain else one, dtype) for one in values])
+                else:
+                    raise ModelError(f"{path}.{name} is quantised; quantised experts are computed on CPUs only so far")
+            return _together(found)
+
+        try:
+            return read(plain=False)
+        except ValueError:  # zero points that are the same within some experts only, or factors of some
+            try:
+                return read(plain=True)
+            except ValueError:
+                raise ModelError(f"{path}.{name} has experts that are quantised in different ways") from None
+
+    def _expert(self, path: str, name: str, expert: int) -> list[QuantisedWeight] | torch.Tensor:
+        """The weight of one expert, if it is quantised in its parts."""
         module, parts = self._modules[path], self.found[f"{path}.{name}"]
         shape = list(getattr(module, name).shape[1:])
         outputs, inputs = reversed(shape) if module.is_transposed else shape
-        mixed = len(parts) > 1 and not getattr(module, "is_concatenated", True)
-        dtype = getattr(module, name).dtype
-
-        def read(expert: int, *, offsets: bool) -> list[Any]:
-            names = [f"{path}.{expert}.{part}.weight" for part in parts]
-            values = [self._checkpoint.read(one) for one in names]
-            for one, value in zip(names, values, strict=True):
-                if tuple(value.shape) != (outputs // len(parts), inputs):
-                    raise ModelError(f"the weight {one} is {list(value.shape)}, not {[outputs // len(parts), inputs]}")
-            if mixed:
-                values = [_alternating(f"{path}.{expert}", values)]
-            if not any(isinstance(value, QuantisedWeight) for value in values):
-                return [torch.cat([v for v in values if isinstance(v, torch.Tensor)]).to(dtype)]
-            if not isinstance(linear, CpuLinear):
-                raise ModelError(f"{names[0]} is quantised; quantised experts are computed on CPUs only so far")
-            if not all(isinstance(value, QuantisedWeight) for value in values):
-                raise ModelError(f"{' and '.join(names)} are partly quantised, which is not read")
-            given = [value for value in values if isinstance(value, QuantisedWeight)]
-            return [linear.pack_quantised(_plain(value) if offsets else value, dtype) for value in given]
-
-        count = module.num_experts
-        found = [read(expert, offsets=False) for expert in range(count)]
-        try:
-            return _together(found)
-        except ValueError:  # zero points that are the same within some experts only, or factors of some
-            try:
-                return _together([read(expert, offsets=True) for expert in range(count)])
-            except ValueError:
-                raise ModelError(f"{path}.{name} has experts that are quantised in different ways") from None
+        names = [f"{path}.{expert}.{part}.weight" for part in parts]
+        values = [self._checkpoint.read(one) for one in names]
+        for one, value in zip(names, values, strict=True):
+            if tuple(value.shape) != (outputs // len(parts), inputs):
+                raise ModelError(f"the weight {one} is {list(value.shape)}, not {[outputs // len(parts), inputs]}")
+        if len(parts) > 1 and not getattr(module, "is_concatenated", True):
+            values = [_alternating(f"{path}.{expert}", values)]
+        dense = [value for value in values if isinstance(value, torch.Tensor)]
+        if len(dense) == len(values):
+            return torch.cat(dense)
+        if dense:
+            raise ModelError(f"{' and '.join(names)} are partly quantised, which is not read")
+        return [value for value in values if isinstance(value, QuantisedWeight)]
 
 
 def _together(found: Sequence[Sequence[Any]]) -> PackedWeight | torch.Tensor:
@@ -103,10 +111,7 @@ def _together(found: Sequence[Sequence[Any]]) -> PackedWeight | torch.Tensor:
     if kinds != {PackedWeight}:
         raise ValueError("experts that are partly quantised")
     whole = [stacked(parts) for parts in zip(*found, strict=True)]
-    orders = [part.order for part in whole]
-    if any((order is None) != (orders[0] is None) for order in orders) or any(
-        order is not None and not torch.equal(order, orders[0]) for order in orders
-    ):
+    if len({None if part.order is None else part.order.numpy().tobytes() for part in whole}) > 1:
         raise ValueError("inputs in different orders")
     return replace(whole[0], parts=tuple(part for one in whole for part in one.parts))
 

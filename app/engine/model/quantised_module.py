@@ -155,7 +155,8 @@ def _layer_paths(module: nn.Module) -> Iterator[str]:
 
 
 def described(model: nn.Module) -> dict[str, Any]:
-    """The quantised packed weights of a model, and those of its packed experts, by path, in plain values: tensors by dtype and shape."""
+    """The quantised packed weights of a model, and those of packed experts, by path, in plain values: tensors by dtype
+    and shape."""
     return {
         path: _plain(module.packed)
         for path, module in model.named_modules()

@@ -99,8 +99,8 @@ def architecture_name(header: GgufHeader) -> str:
         raise ValueError(f"{file} has the architecture {name!r}; of GGUF files Folio reads {', '.join(ARCHITECTURES)}")
     if name not in _WITH_EXPERTS and (experts := header.settings.get(f"{name}.expert_count")):
         raise ValueError(
-            f"{file} is a mixture of {experts} experts of the architecture {name!r}; of GGUF files Folio reads those of "
-            f"{', '.join(_WITH_EXPERTS)}"
+            f"{file} is a mixture of {experts} experts of the architecture {name!r}; of GGUF files Folio reads those "
+            f"of {', '.join(_WITH_EXPERTS)}"
         )
     return name
 
@@ -132,10 +132,12 @@ def parameters(header: GgufHeader) -> Iterator[tuple[str, GgufTensor, Undo | Non
                 f"{tensor.file} has the tensor {tensor.name!r} in {tensor.kind}; of GGUF's types Folio reads "
                 f"{', '.join(READ_KINDS)}"
             )
-        undo: Undo | None = None
-        if architecture.has_pairs and found["leaf"] in ("attn_q", "attn_k"):
-            undo = "pairs of q" if found["leaf"] == "attn_q" else "pairs of k"
-        elif architecture.adds_one and found["leaf"].endswith("norm"):
-            undo = "plus one"
+        undo = _undo(architecture, found["leaf"])
         is_bare = found["leaf"] == "attn_sinks"
         yield f"{prefix}{module}" + ("" if is_bare else f".{found['kind']}"), tensor, undo
+
+
+def _undo(architecture: Architecture, leaf: str) -> Undo | None:
+    if architecture.has_pairs and leaf in ("attn_q", "attn_k"):
+        return "pairs of q" if leaf == "attn_q" else "pairs of k"
+    return "plus one" if architecture.adds_one and leaf.endswith("norm") else None

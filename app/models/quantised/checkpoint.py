@@ -59,9 +59,9 @@ def open_checkpoint(folder: Path, *, floats: bool = True) -> QuantisedCheckpoint
         raise ModelError(f"{path}: {error}") from None
     if scheme is None or (scheme.method in READ_AS_BFLOAT16 and not floats):
         return None
-    files = TensorFiles(folder)
-    if (fault := expert_fault(scheme.method, files.names())) is not None:
+    tensors = TensorFiles(folder)
+    if (fault := expert_fault(scheme.method, tensors.names())) is not None:
         if scheme.method in READ_AS_BFLOAT16:
             return None
         raise ModelError(f"{folder}: {fault}")
-    return Mxfp4Folder(files) if scheme.method == "mxfp4" else PackedFolder(files, _LAYOUTS[scheme.method], scheme)
+    return Mxfp4Folder(tensors) if scheme.method == "mxfp4" else PackedFolder(tensors, _LAYOUTS[scheme.method], scheme)

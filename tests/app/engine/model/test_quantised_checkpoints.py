@@ -3,112 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from folio.app.config.engine import EngineConfig
 from folio.app.engine.layers.linear import PackedLinear
-from folio.app.engine.model.loader import load_model
 from folio.kernels import CpuLinear
-from tests.app.models.quantised.packing import AWQ_ORDER, words
+from tests.app.engine.model.quantised_kinds import KINDS, ROUNDED, load, logits_of
 from tests.conftest import MakeCheckpoint
-
-# Of the name of a module: its tensors, and its dequantised weight.
-Quantised = tuple[dict[str, torch.Tensor], torch.Tensor]
-
-
-def steps_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[outputs, groups of 32]`."""
-    return (weight.view(len(weight), -1, 32).abs().amax(-1) / 7).to(dtype)
-
-
-def gptq(weight: torch.Tensor) -> Quantised:
-    """In the order of activations."""
-    outputs, inputs = weight.shape
-    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
-    groups = torch.empty(inputs, dtype=torch.int64).index_copy_(0, order, torch.arange(inputs) // 32)
-    steps = steps_of(weight[:, order], torch.float16)
-    codes = (weight / steps.float()[:, groups] + 8).round().clamp(0, 15).int()
-    tensors = {
-        "qweight": words(codes, 4).t(),
-        "qzeros": words(torch.full((inputs // 32, outputs), 7), 4),
-        "scales": steps.t(),
-        "g_idx": groups.int(),
-    }
-    return tensors, steps.float()[:, groups] * (codes - 8)
-
-
-def awq(weight: torch.Tensor) -> Quantised:
-    steps = steps_of(weight, torch.float16)
-    zeros = torch.arange(steps.numel()).view(steps.shape) % 4 + 6
-    by_input, zeros_by_input = (part.repeat_interleave(32, 1) for part in (steps.float(), zeros))
-    codes = ((weight / by_input).round().int() + zeros_by_input).clamp(0, 15)
-    tensors = {
-        "qweight": words(codes.t(), 4, AWQ_ORDER),
-        "qzeros": words(zeros.t(), 4, AWQ_ORDER),
-        "scales": steps.t(),
-    }
-    return tensors, by_input * (codes - zeros_by_input)
-
-
-def int4(weight: torch.Tensor) -> Quantised:
-    steps = steps_of(weight, torch.bfloat16)
-    values = (weight / steps.float().repeat_interleave(32, 1)).round().clamp(-8, 7).int()
-    tensors = {
-        "weight_packed": words(values + 8, 4),
-        "weight_scale": steps,
-        "weight_shape": torch.tensor(weight.shape),
-    }
-    return tensors, values * steps.float().repeat_interleave(32, 1)
-
-
-def int8(weight: torch.Tensor) -> Quantised:
-    steps = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
-    values = (weight / steps.float()).round().clamp(-128, 127)
-    return {"weight": values.to(torch.int8), "weight_scale": steps}, values * steps.float()
-
-
-def fp8(weight: torch.Tensor) -> Quantised:
-    scale = weight.abs().max() / 448
-    values = (weight / scale).to(torch.float8_e4m3fn)
-    return {"weight": values, "weight_scale_inv": scale}, values.float() * scale
-
-
-def _compressed(form: str, bits: int, strategy: str, group: int | None) -> dict[str, object]:
-    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "group_size": group}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
-
-
-_KINDS: dict[str, tuple[Callable[[torch.Tensor], Quantised], dict[str, object]]] = {
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": True}),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
-    "int4": (int4, _compressed("pack-quantized", 4, "group", 32)),
-    "int8": (int8, _compressed("int-quantized", 8, "channel", None)),
-    "fp8": (fp8, {"quant_method": "fp8"}),
-}
-
-# Differences where a weight is rounded, which layers of random weights amplify: zero points become offsets in float16,
-# by 0.04 % of the weight's norm; floats become integers of 8 bits, by 0.5 %.
-_ROUNDED = {"awq": 0.01, "fp8": 0.1}
-
-
-def load(folder: Path, **settings: Any) -> Any:
-    config = EngineConfig(**{"model": str(folder), "dtype": "float32", "skip_tokenizer_init": True} | settings)
-    module = load_model(config.on_device("cpu")).module
-    module.set_attn_implementation("eager")
-    return module
-
-
-@torch.inference_mode()
-def logits_of(module: Any) -> torch.Tensor:
-    found: torch.Tensor = module(input_ids=torch.arange(3, 90)[None], use_cache=False).logits[0]
-    return found
 
 
 def logits(folder: Path) -> tuple[torch.Tensor, int]:
@@ -117,11 +21,11 @@ def logits(folder: Path) -> tuple[torch.Tensor, int]:
     return logits_of(module), sum(part.packed.nbytes for part in module.modules() if isinstance(part, PackedLinear))
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_dequantised_weights(kind: str, checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     if CpuLinear().unsupported(torch.float32) is not None:
         pytest.skip("packed weights need a processor with AVX2 or NEON")
-    quantise, quantization = _KINDS[kind]
+    quantise, quantization = KINDS[kind]
     source = checkpoint("llama")
     dense = load_file(source / "model.safetensors")
     packed: dict[str, torch.Tensor] = {}
@@ -142,5 +46,5 @@ def test_logits_are_those_of_the_dequantised_weights(kind: str, checkpoint: Make
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (expected, whole_bytes), (actual, packed_bytes) = logits(tmp_path / "dense"), logits(tmp_path / "packed")
     difference = ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
-    assert difference < _ROUNDED.get(kind, 1e-5), f"relative difference {difference:.1e}"
+    assert difference < ROUNDED.get(kind, 1e-5), f"relative difference {difference:.1e}"
     assert packed_bytes < 0.6 * whole_bytes

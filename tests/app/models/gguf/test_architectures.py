@@ -116,8 +116,8 @@ def converted(folder: Path, architecture: str, model: PreTrainedModel) -> Path:
             weight = weight.swapaxes(1, 2).flatten(0, 2)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1
-        for name, part in apart(name, weight, architecture == "gpt-oss"):
-            tensors[names.get_name(name, try_suffixes=(".weight", ".bias")) or name] = dense(part)
+        for own, part in apart(name, weight, architecture == "gpt-oss"):
+            tensors[names.get_name(own, try_suffixes=(".weight", ".bias")) or own] = dense(part)
     facts: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,

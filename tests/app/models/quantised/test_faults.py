@@ -13,6 +13,7 @@ import torch
 from folio.app.config.checkpoint import quantization_fault, weight_faults
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import open_checkpoint
+from folio.kernels import QuantisedWeight
 from tests.app.models.quantised.packing import INPUTS, NF4_CONFIG, OUTPUTS, compressed, gptq, nf4, scales, write
 
 _GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 64}
@@ -233,10 +234,11 @@ def test_experts_of_other_names(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
         open_checkpoint(folder)
     assert any(said in fault for fault in weight_faults(folder))
-    named = {name.replace("a.", "block_sparse_moe.experts.0.w3."): tensor for name, tensor in _gptq().items()}
+    named = {name.replace("a.", "0.block_sparse_moe.experts.0.w3."): tensor for name, tensor in _gptq().items()}
     found = open_checkpoint(write(tmp_path, _GPTQ, named))
-    assert found is not None and found.names() == {"mlp.experts.0.up_proj.weight"}
-    assert isinstance(found.read("mlp.experts.0.up_proj.weight"), QuantisedWeight)
+    assert found is not None
+    assert found.names() == {"0.mlp.experts.0.up_proj.weight"}
+    assert isinstance(found.read("0.mlp.experts.0.up_proj.weight"), QuantisedWeight)
     floats = {"mlp.experts.0.weight": torch.ones(2, 32).to(torch.float8_e4m3fn)}
     floats["mlp.experts.0.weight_scale_inv"] = torch.ones(())
     assert open_checkpoint(write(tmp_path, {"quant_method": "fp8"}, floats)) is None, "transformers reads it"
@@ -253,7 +255,8 @@ def test_damaged_experts_in_mxfp4(tmp_path: Path, name: str) -> None:
         tmp_path, {"quant_method": "mxfp4"}, {f"mlp.experts.down_proj{key}": t for key, t in tensors.items()}
     )
     found = open_checkpoint(folder)
-    assert found is not None and found.names() == {f"mlp.experts.{e}.down_proj.weight" for e in range(2)}
+    assert found is not None
+    assert found.names() == {f"mlp.experts.{e}.down_proj.weight" for e in range(2)}
     with pytest.raises(ModelError, match=f"down_proj{name} has"):
         found.read("mlp.experts.1.down_proj.weight")
 

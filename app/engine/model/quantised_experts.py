@@ -55,8 +55,9 @@ class ExpertReader:
             if isinstance(found, torch.Tensor):
                 own = getattr(module, name).detach()
                 assert isinstance(linear, CpuLinear)
-                found = stacked([linear.pack(one.t() if module.is_transposed else one) for one in own])
-            packed[name] = found
+                packed[name] = stacked([linear.pack(one.t() if module.is_transposed else one) for one in own])
+            else:
+                packed[name] = found
         return PackedExperts(module, packed, CpuExperts())
 
     def _weights(self, path: str, name: str, linear: object) -> PackedWeight | torch.Tensor:
@@ -64,7 +65,7 @@ class ExpertReader:
         count, dtype = self._modules[path].num_experts, getattr(self._modules[path], name).dtype
 
         def read(*, plain: bool) -> PackedWeight | torch.Tensor:
-            found = []
+            found: list[Sequence[PackedWeight | torch.Tensor]] = []
             for expert in range(count):
                 values = self._expert(path, name, expert)
                 if isinstance(values, torch.Tensor):

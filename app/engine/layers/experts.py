@@ -54,12 +54,12 @@ class PackedExperts(nn.Module):
         (tokens, top_k), original = top_k_index.shape, self.original
         experts, order = top_k_index.reshape(-1).sort(stable=True)
         counts = experts.bincount(minlength=original.num_experts)
-        rows = self.get_submodule(self._first)(x[order // top_k], counts)
+        rows = self.get_submodule(self._first)(x.index_select(0, order // top_k), counts)
         rows = original._apply_gate(rows) if original.has_gate else original.act_fn(rows)
         rows = self.get_submodule("down_proj")(rows, counts)
         if getattr(original, "has_post_expert_norm", False):
             rows = original.post_expert_norm(rows)
-        out = torch.empty_like(rows).index_copy_(0, order, rows)
+        out = rows.index_select(0, order.argsort())
         out = out.view(tokens, top_k, -1) * top_k_weights.reshape(tokens, top_k, 1)
         return out.sum(1).to(x.dtype)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from folio.app.config.checkpoint_sizes import read_header, shape_faults, size_faults, text_config
-from folio.app.config.quantised import READ, UnreadError, read_scheme
+from folio.app.config.quantised import READ, READ_AS_BFLOAT16, UnreadError, expert_fault, read_scheme
 from folio.app.config.shares import share_faults
 from folio.app.errors import ModelError
 from folio.app.models.chat_template.template import ChatTemplate
@@ -278,7 +278,17 @@ def weight_faults(folder: Path) -> Iterator[str]:
         yield str(error)
         return
     with suppress(ValueError):  # a fault of `checkpoint_faults`
-        yield from shape_faults(_json(folder / "config.json"), shapes, folder / "config.json")
+        config = _json(folder / "config.json")
+        yield from shape_faults(config, shapes, folder / "config.json")
+        yield from _expert_faults(folder, config.get("quantization_config"), shapes)
+
+
+def _expert_faults(folder: Path, quantization: object, names: Iterable[str]) -> Iterator[str]:
+    scheme = None if quantization is None else read_scheme(quantization)
+    if scheme is not None and scheme.method not in READ_AS_BFLOAT16:
+        fault = expert_fault(scheme.method, names)
+        if fault is not None:
+            yield f"{folder}: {fault}"
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -10,13 +11,17 @@ from typing import Any, TypeAlias
 Config: TypeAlias = Mapping[str, Any]
 
 READ = "GPTQ and compressed-tensors in 4 and 8 bits, AWQ (gemm), FP8, MXFP4 and NF4 of bitsandbytes"
+# Values of `quant_method` that transformers can turn into bfloat16, too.
+READ_AS_BFLOAT16 = ("fp8", "mxfp4")
 # Inputs of the least group of 4 and of 8 bits that the kernels have.
 LEAST_GROUP = 32
-# Values of `quant_method` that transformers turns into bfloat16 as it reads the weights.
-_READ_AS_BFLOAT16 = ("mxfp8", "mxfp4")
 _CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _CT_KINDS = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
 _CT_STRATEGIES = {"int": ("group", "channel", "tensor"), "float": ("channel", "tensor", "block")}
+# After `.experts.`: the projections that are read.
+_EXPERT = re.compile(r"\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.")
+_QUANTISED_ENDINGS = ("qweight", "weight_packed", "_scale", "_scale_inv", "quant_map")
+_EXPERTS_READ = "read are those with tensors of their own, as experts.0.gate_proj or experts.0.w1"
 
 
 class UnreadError(ValueError):
@@ -47,7 +52,7 @@ class Scheme:
 
 
 def read_scheme(quantization: object) -> Scheme | None:
-    """The scheme of a `quantization_config`; `None` if transformers reads the weights.
+    """The scheme of a `quantization_config`; `None` if only transformers reads the weights, as bfloat16 (MXFP8).
 
     Raises:
         UnreadError: naming what is not read, as "GPTQ in 3 bits".
@@ -56,12 +61,23 @@ def read_scheme(quantization: object) -> Scheme | None:
     if not isinstance(quantization, Mapping):
         raise UnreadError("?")
     method = quantization.get("quant_method", "an unknown method")
-    if method in _READ_AS_BFLOAT16:
+    if method == "mxfp8":
         return None
     if not isinstance(method, str) or method not in _METHODS:
         shown = _show(method)
         raise UnreadError(shown.upper() if len(shown) <= 4 else shown)
     return _METHODS[method](quantization)
+
+
+def expert_fault(method: str, names: Iterable[str]) -> str | None:
+    """Why the experts of a checkpoint with these tensors are not read; `None` if they are, or it has none."""
+    if method == "mxfp4":
+        return None
+    for name in sorted(names):
+        _, experts, rest = name.partition(".experts.")
+        if experts and not _EXPERT.match(rest) and name.endswith(_QUANTISED_ENDINGS):
+            return f"its experts are quantized by {method} as {name}, which is not read; {_EXPERTS_READ}"
+    return None
 
 
 def _gptq(config: Config) -> Scheme:
@@ -154,6 +170,7 @@ _METHODS: dict[str, Callable[[Config], Scheme]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": lambda _: Scheme("mxfp4", frozenset({4})),
 }
 
 

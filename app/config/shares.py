@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from folio.app.config.checkpoint_sizes import read_header, text_config
-from folio.app.config.quantised import LEAST_GROUP, read_scheme
+from folio.app.config.quantised import LEAST_GROUP, READ_AS_BFLOAT16, read_scheme
 from folio.app.models.gguf.architectures import parameters
 from folio.app.models.gguf.files import read_gguf
 from folio.app.models.gguf.folder import gguf_files
@@ -33,6 +33,9 @@ def share_faults(folder: Path, config: Mapping[str, Any], size: int) -> Iterator
     if scheme is not None and scheme.group is not None and config["quantization_config"].get("desc_act"):
         yield f"the inputs of {folder} are grouped by their activations (desc_act), which one rank can compute: use 1"
         return
+    if has_experts(text) and (files or (scheme is not None and scheme.method not in READ_AS_BFLOAT16)):
+        yield f"the experts of {files[0] if files else folder} are quantised, which one rank can compute: use 1"
+        return
     found = _of_gguf(files[0]) if files else () if scheme is None else _of_tensors(folder, text)
     layers = sorted({(_LAYER.sub("", name), inputs, group) for name, inputs, group in found})  # of all layers one
     if cut := [layer for layer in layers if not _can_share(layer, size)]:
@@ -43,6 +46,11 @@ def share_faults(folder: Path, config: Mapping[str, Any], size: int) -> Iterator
             f"it would cut groups of the {inputs} inputs of {name} in {files[0] if files else folder}, which have one "
             f"scale for each {group}: use {fitting[-1]}"
         )
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the model is a mixture of experts. Args: `config`: of the text model."""
+    return any(_integer(config, name) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _can_share(layer: tuple[str, int, int], size: int) -> bool:

@@ -161,7 +161,7 @@ class CpuLinear:
         weight = weight.contiguous()
         (outputs, inputs), dtype = weight.shape, CPP_DTYPES[weight.dtype]
         words = -(-inputs * weight.element_size() // _WORD_BYTES)
-        codes = _memory(-(-outputs // (tile := self._tile(dtype))) * tile * words * _WORD_BYTES, weight.device)
+        codes = packed_memory(-(-outputs // (tile := self._tile(dtype))) * tile * words * _WORD_BYTES, weight.device)
         if not weight.is_meta:
             self._pack(dtype, weight.data_ptr(), codes.data_ptr(), outputs, inputs)
         return PackedWeight((WeightPart(codes, outputs),), inputs, weight.dtype)
@@ -174,7 +174,7 @@ class CpuLinear:
         (outputs, inputs), bits, device = weight.shape, weight.bits, weight.codes.device
         lanes = self._tile(_CODES)
         slabs, tiles = -(-inputs // _SLAB), -(-outputs // lanes)
-        codes = _memory(tiles * slabs * bits * lanes * _LANE_BYTES, device)
+        codes = packed_memory(tiles * slabs * bits * lanes * _LANE_BYTES, device)
         if not weight.codes.is_meta:
             unpacked = weight.codes.contiguous()
             self._pack_codes(bits, unpacked.data_ptr(), codes.data_ptr(), outputs, inputs)
@@ -235,7 +235,7 @@ def _by_tile(lanes: int, dtype: torch.dtype, *values: torch.Tensor | None) -> to
     return padded.view(-1, lanes, groups, width).permute(0, 2, 3, 1).contiguous()
 
 
-def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+def packed_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
     return (
         torch.empty(num_bytes, dtype=torch.uint8, device=device) if device.type == "meta" else on_huge_pages(num_bytes)
     )

@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from folio.app.compat.transformers import uses_attention_interface, weights_copied
 from folio.app.config.engine import Quantization, ResolvedConfig
 from folio.app.config.machine import Machine
+from folio.app.config.shares import has_experts
 from folio.app.engine.layers import attention, recurrent
+from folio.app.engine.layers.experts import quantise_experts
 from folio.app.engine.layers.fused_layer import fuse_layers
 from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
 from folio.app.engine.layers.fusion_record import FusionRecord
@@ -144,8 +146,9 @@ def find_quantised(config: ResolvedConfig, hf_config: PreTrainedConfig) -> Quant
             folder = Path(snapshot_download(config.model, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
+    shared_experts = config.tensor_parallel_size > 1 and has_experts(hf_config.get_text_config().to_dict())
     on_cpu = config.device == "cpu" and config.dtype != "float16"
-    return open_checkpoint(folder, fp8=on_cpu and config.quantization == "none")
+    return open_checkpoint(folder, floats=on_cpu and config.quantization == "none" and not shared_experts)
 
 
 def _quantised_module(
@@ -215,6 +218,8 @@ def _quantise(module: Any, config: ResolvedConfig, record: FusionRecord) -> None
         record,
         packed_by(rounding_product(linear, bits)),
     )
+    if device.type == "cpu" and config.tensor_parallel_size == 1:  # elsewhere experts stay as they are
+        num_fused += quantise_experts(module, bits)
     num_few = 0 if few is None else use_few_row_products(module, few)
     logger.info("fused %d modules, %d with products of few rows; linear layers in %d bits", num_fused, num_few, bits)
 

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from folio.app.engine.layers.experts import ExpertProduct, experts_as
 from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear, pack_linears
 from folio.app.engine.layers.recurrent import PackedMixer, unwrapped
 from folio.app.engine.layers.sharding import ShardPlan, WeightShard
+from folio.app.engine.model.quantised_experts import ExpertReader
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
 from folio.kernels import PackedProduct, QuantisedWeight
@@ -59,12 +61,15 @@ class QuantisedLoader:
             names.setdefault(id(parameter), []).append(name)
         known = checkpoint.names()
         self._mixers = [path for path, part in module.named_modules() if isinstance(part, PackedMixer)]
+        self._experts = ExpertReader(module, checkpoint)
         found = {
             name: next((first for n in same if (first := unwrapped(n, self._mixers)) in known), None)
             for same in names.values()
             for name in same
         }
-        missing = sorted(name for name, source in found.items() if source is None)
+        if plan is not None and self._experts.found:
+            raise ModelError("its experts are quantised, which one rank computes so far; use tensor_parallel_size 1")
+        missing = sorted(name for name, source in found.items() if source is None and name not in self._experts.found)
         if missing:
             raise ModelError(f"the checkpoint lacks {len(missing)} weights, {missing[0]} among them")
         self._names = {name: str(source) for name, source in found.items()}
@@ -78,9 +83,9 @@ class QuantisedLoader:
         self._sources.clear()
         for where, module in list(self._module.get_submodule(path).named_modules(prefix=path)):
             for leaf, parameter in list(module.named_parameters(recurse=False)):
-                if not parameter.is_meta:
-                    continue
                 name = f"{where}.{leaf}" if where else leaf
+                if not parameter.is_meta or name in self._experts.found:
+                    continue
                 source = self._names[name]
                 if source in self._embeddings:
                     continue  # a tied output layer
@@ -99,6 +104,8 @@ class QuantisedLoader:
                     else:
                         value = value.dequantised()
                 setattr(module, leaf, nn.Parameter(value.to(self._device, parameter.dtype), requires_grad=False))
+            if (experts := self._experts.read(where, module, self._linear)) is not None:
+                self._module.set_submodule(where, experts)
 
     def _share(self, name: str, value: torch.Tensor | QuantisedWeight) -> torch.Tensor | QuantisedWeight:
         """The rank's part of a weight."""
@@ -189,11 +196,13 @@ def _layer_paths(module: nn.Module) -> Iterator[str]:
 
 
 def described(model: nn.Module) -> dict[str, Any]:
-    """The quantised packed weights of a model by path, in plain values: tensors by dtype and shape."""
+    """The quantised packed weights of a model, and those of packed experts, by path, in plain values: tensors by dtype
+    and shape."""
     return {
         path: _plain(module.packed)
         for path, module in model.named_modules()
-        if isinstance(module, PackedEmbedding | PackedLinear) and _is_quantised(module.packed)
+        if isinstance(module, ExpertProduct)
+        or (isinstance(module, PackedEmbedding | PackedLinear) and _is_quantised(module.packed))
     }
 
 
@@ -210,7 +219,8 @@ def packed_as(descriptions: Descriptions, linear: PackedProduct) -> Pack:
 
 
 def embed_as(model: nn.Module, descriptions: Descriptions, linear: PackedProduct) -> None:
-    """Replace the embeddings of a module on torch's meta device that are described."""
+    """Replace the embeddings and experts of a module on torch's meta device that are described."""
+    experts_as(model, lambda path: _blank(descriptions[path]) if path in descriptions else None)
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding) and path in descriptions:
             model.set_submodule(path, PackedEmbedding(module, _blank(descriptions[path]), linear))

@@ -30,6 +30,23 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+}
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GPT_OSS = _EXPERTS | {
+    "ffn_gate_inp": "mlp.router",
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 # Tensors that are not the model's: factors of its rope, which its config has.
 _ROPE = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight")
@@ -65,7 +82,12 @@ ARCHITECTURES = {
     "gemma": Architecture("gemma", "GemmaForCausalLM", adds_one=True),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _FOUR_NORMS, adds_one=True),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _QK_NORMS | _FOUR_NORMS, adds_one=True),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _EXPERTS | _SHARED_EXPERT),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERTS | _QK_NORMS),
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _GPT_OSS),
 }
+_MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", _EXPERTS, has_pairs=True)
+_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe", "gpt-oss")
 
 
 def architecture_name(header: GgufHeader) -> str:
@@ -75,19 +97,28 @@ def architecture_name(header: GgufHeader) -> str:
         raise ValueError(f"{file} does not say its general.architecture; it holds no language model")
     if name not in ARCHITECTURES:
         raise ValueError(f"{file} has the architecture {name!r}; of GGUF files Folio reads {', '.join(ARCHITECTURES)}")
-    if experts := header.settings.get(f"{name}.expert_count"):
-        raise ValueError(f"{file} is a mixture of {experts} experts; Folio reads no experts from GGUF files yet")
+    if name not in _WITH_EXPERTS and (experts := header.settings.get(f"{name}.expert_count")):
+        raise ValueError(
+            f"{file} is a mixture of {experts} experts of the architecture {name!r}; of GGUF files Folio reads those "
+            f"of {', '.join(_WITH_EXPERTS)}"
+        )
     return name
 
 
+def architecture_of(header: GgufHeader) -> Architecture:
+    """A file's architecture. Raises `ValueError`."""
+    name = architecture_name(header)
+    return _MIXTRAL if name == "llama" and header.settings.get("llama.expert_count") else ARCHITECTURES[name]
+
+
 def parameters(header: GgufHeader) -> Iterator[tuple[str, GgufTensor, Undo | None]]:
-    """Each parameter's name in transformers, its tensor, and the change to undo.
+    """Each parameter's name in transformers, its tensor, and the change to undo. Names of experts have a `*`.
 
     Raises:
         ValueError: the architecture, a tensor or its type is not known.
     """
     name = architecture_name(header)
-    architecture = ARCHITECTURES[name]
+    architecture = architecture_of(header)
     layer = {**_LAYER, **architecture.layer}
     for tensor in header.tensors.values():
         if _ROPE.fullmatch(tensor.name):
@@ -101,9 +132,12 @@ def parameters(header: GgufHeader) -> Iterator[tuple[str, GgufTensor, Undo | Non
                 f"{tensor.file} has the tensor {tensor.name!r} in {tensor.kind}; of GGUF's types Folio reads "
                 f"{', '.join(READ_KINDS)}"
             )
-        undo: Undo | None = None
-        if architecture.has_pairs and found["leaf"] in ("attn_q", "attn_k"):
-            undo = "pairs of q" if found["leaf"] == "attn_q" else "pairs of k"
-        elif architecture.adds_one and found["leaf"].endswith("norm"):
-            undo = "plus one"
-        yield f"{prefix}{module}.{found['kind']}", tensor, undo
+        undo = _undo(architecture, found["leaf"])
+        is_bare = found["leaf"] == "attn_sinks"
+        yield f"{prefix}{module}" + ("" if is_bare else f".{found['kind']}"), tensor, undo
+
+
+def _undo(architecture: Architecture, leaf: str) -> Undo | None:
+    if architecture.has_pairs and leaf in ("attn_q", "attn_k"):
+        return "pairs of q" if leaf == "attn_q" else "pairs of k"
+    return "plus one" if architecture.adds_one and leaf.endswith("norm") else None

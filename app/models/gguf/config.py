@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from folio.app.models.gguf.architectures import ARCHITECTURES, architecture_name
+from folio.app.models.gguf.architectures import architecture_name, architecture_of
 from folio.app.models.gguf.header import GgufHeader
 from folio.app.models.gguf.settings import Settings
 
 # Llama 3's rope, of which a file has the factors only.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _NUM_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 _GEMMA = ("gemma", "gemma2", "gemma3")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -20,7 +21,7 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     """The contents of `config.json`. Raises `ValueError` for a setting that is missing, wrong or not supported."""
     name = architecture_name(header)
     settings = Settings(header, name)
-    architecture, file = ARCHITECTURES[name], header.files[0]
+    architecture, file = architecture_of(header), header.files[0]
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise ValueError(f"{file} lacks the matrix token_embd.weight")
@@ -36,7 +37,7 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
         "dtype": _dtype(header),
         "vocab_size": embeddings.shape[0],
         "hidden_size": width,
-        "intermediate_size": settings.integer("feed_forward_length"),
+        "intermediate_size": settings.integer("feed_forward_length", settings.integer("expert_feed_forward_length", 0)),
         "num_hidden_layers": settings.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": settings.integer("attention.head_count_kv", heads),
@@ -50,6 +51,8 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     config |= _biases(header, name)
     if name in _GEMMA:
         config |= _gemma(settings, name, config)
+    elif architecture.model_type in _EXPERTS:
+        config |= _experts(settings, architecture.model_type, config)
     elif name == "granite":
         config |= _granite(settings, file)
     elif name == "phi3":
@@ -60,6 +63,28 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
         )
         config["rope_parameters"]["partial_rotary_factor"] = rotary / head_dim
     return config
+
+
+def _experts(settings: Settings, model_type: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Experts in every layer: the files do not say otherwise."""
+    count, used, size = (
+        settings.integer("expert_count"),
+        settings.integer("expert_used_count"),
+        "expert_feed_forward_length",
+    )
+    found: dict[str, Any] = {"num_experts_per_tok": used}
+    if model_type in ("mixtral", "gpt_oss"):
+        found |= {"num_local_experts": count, "intermediate_size": settings.integer(size, config["intermediate_size"])}
+    else:
+        found |= {"num_experts": count, "moe_intermediate_size": settings.integer(size)}
+        found |= {"norm_topk_prob": model_type == "qwen3_moe"}  # as llama.cpp computes it
+    if model_type == "qwen2_moe":
+        found["shared_expert_intermediate_size"] = settings.integer("expert_shared_feed_forward_length")
+    if model_type == "gpt_oss":
+        found["sliding_window"] = settings.integer("attention.sliding_window")
+        if config["rope_parameters"]["rope_type"] == "yarn":
+            found["rope_parameters"] = config["rope_parameters"] | {"truncate": False}
+    return found
 
 
 def _dtype(header: GgufHeader) -> str:
@@ -73,7 +98,7 @@ def _dtype(header: GgufHeader) -> str:
 
 def _biases(header: GgufHeader, name: str) -> dict[str, bool]:
     """Which biases a model of the Llama kind has; others know theirs by their type."""
-    if name not in ("llama", "granite", "smollm3"):
+    if name not in ("llama", "granite", "smollm3") or header.settings.get(f"{name}.expert_count"):
         return {}
     found = {}
     for key, leaves in (

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from folio.app.config.quantised import read_scheme
+from folio.app.config.quantised import READ_AS_BFLOAT16, expert_fault, read_scheme
 from folio.app.errors import ModelError
 from folio.app.models.gguf.files import read_gguf
 from folio.app.models.gguf.folder import gguf_files
@@ -16,6 +16,7 @@ from folio.app.models.quantised import awq, compressed, gptq, nf4
 from folio.app.models.quantised import fp8 as float8
 from folio.app.models.quantised.files import TensorFiles
 from folio.app.models.quantised.gguf import GgufCheckpoint
+from folio.app.models.quantised.mxfp4 import Mxfp4Folder
 from folio.app.models.quantised.packed import PackedFolder
 from folio.kernels import QuantisedWeight
 
@@ -26,8 +27,6 @@ _LAYOUTS = {
     "fp8": float8.LAYOUT,
     "bitsandbytes": nf4.LAYOUT,
 }
-# In names of modules whose weights transformers joins to tensors of three dimensions.
-_EXPERTS = ".experts."
 
 
 class QuantisedCheckpoint(Protocol):
@@ -40,11 +39,11 @@ class QuantisedCheckpoint(Protocol):
         """A weight, on the CPU: what is quantised has two dimensions. Raises `ModelError` if it is damaged."""
 
 
-def open_checkpoint(folder: Path, *, fp8: bool = True) -> QuantisedCheckpoint | None:
+def open_checkpoint(folder: Path, *, floats: bool = True) -> QuantisedCheckpoint | None:
     """The checkpoint of a folder; `None` if its weights are not quantised, or transformers turns them into bfloat16.
 
     Args:
-        fp8: read weights in FP8, too, which transformers can.
+        floats: read weights in FP8 and MXFP4, too, which transformers can.
 
     Raises:
         ModelError: its config.json or its files are damaged, or of a kind that is not read.
@@ -58,12 +57,11 @@ def open_checkpoint(folder: Path, *, fp8: bool = True) -> QuantisedCheckpoint | 
         scheme = None if quantization is None else read_scheme(quantization)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: {error}") from None
-    if scheme is None or (scheme.method == "fp8" and not fp8):
+    if scheme is None or (scheme.method in READ_AS_BFLOAT16 and not floats):
         return None
-    found = PackedFolder(TensorFiles(folder), _LAYOUTS[scheme.method], scheme)
-    expert = next((name for name in sorted(found.names()) if _EXPERTS in name), None)
-    if expert is None:
-        return found
-    if scheme.method == "fp8":
-        return None
-    raise ModelError(f"{folder}: experts of models quantized by {scheme.method} are not read yet ({expert})")
+    tensors = TensorFiles(folder)
+    if (fault := expert_fault(scheme.method, tensors.names())) is not None:
+        if scheme.method in READ_AS_BFLOAT16:
+            return None
+        raise ModelError(f"{folder}: {fault}")
+    return Mxfp4Folder(tensors) if scheme.method == "mxfp4" else PackedFolder(tensors, _LAYOUTS[scheme.method], scheme)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,26 @@ class TensorFiles:
         return frozenset(self._path_of)
 
     def read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._get(name, lambda file: file.get_tensor(name))
+        return tensor
+
+    def part(self, name: str, index: int) -> torch.Tensor:
+        """The entry `index` of the outermost dimension."""
+        tensor: torch.Tensor = self._get(name, lambda file: file.get_slice(name)[index])
+        return tensor
+
+    def shape(self, name: str) -> list[int]:
+        shape: list[int] = self._get(name, lambda file: file.get_slice(name).get_shape())
+        return shape
+
+    def _get(self, name: str, get: Callable[[Any], Any]) -> Any:
         path = self._path_of.get(name)
         if path is None:
             raise ModelError(f"{self.folder} has no tensor {name}")
         try:
-            tensor: torch.Tensor = self._files[path].get_tensor(name)
-        except (SafetensorError, OSError) as error:
+            return get(self._files[path])
+        except (SafetensorError, OSError, IndexError) as error:
             raise ModelError(f"{path}: {name} cannot be read: {error}") from None
-        return tensor
 
 
 def _opened(path: Path) -> Any:

@@ -156,14 +156,23 @@ def _iq4_xs(blocks: Bytes) -> QuantisedWeight:
 
 
 def _mxfp4(blocks: Bytes) -> QuantisedWeight:
-    """Scales are powers of 2 from 2 ** -128 on. Where float16 lacks one of an output, the highest one is its factor."""
-    exponents = blocks[..., 0].astype(np.int32) - 128
+    return mxfp4(_fields(blocks[..., 1:], 4, 16), blocks[..., 0])
+
+
+def mxfp4(codes: Bytes, scales: Bytes) -> QuantisedWeight:
+    """Scales are powers of 2 from 2 ** -128 on. Where float16 lacks one of an output, the highest one is its factor.
+
+    Args:
+        codes: `[outputs, blocks, 32]`.
+        scales: `[outputs, blocks]`.
+    """
+    exponents = scales.astype(np.int32) - 128
     highest = exponents.max(-1)
     lacks = (exponents < _LEAST_EXPONENT).any(-1) | (highest > _MOST_EXPONENT)
     shift = np.where(lacks, highest - _MOST_EXPONENT, 0)
-    scales = np.exp2((exponents - shift[:, None]).astype(np.float64)).astype(np.float16)
+    halves = np.exp2((exponents - shift[:, None]).astype(np.float64)).astype(np.float16)
     factors = torch.from_numpy(np.exp2(shift.astype(np.float64)).astype(np.float32)) if lacks.any() else None
-    return _weight(_fields(blocks[..., 1:], 4, 16), 4, 32, scales, factors=factors, table=_MXFP4_TABLE)
+    return _weight(codes, 4, 32, halves, factors=factors, table=_MXFP4_TABLE)
 
 
 # Kind: values and bytes of a block, its reader.

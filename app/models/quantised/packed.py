@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from folio.app.models.quantised.files import TensorFiles
 from folio.kernels import QuantisedWeight, rounded_scales
 
 _WEIGHT = ".weight"
+_MIXTRAL = re.compile(r"(?<=\d\.)w[123](?=\.weight$)")
+_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 class Parts:
@@ -67,24 +70,30 @@ class PackedFolder:
                 if name.endswith(ending):
                     found.setdefault(name.removesuffix(ending), set()).add(ending)
         self._parts = {
-            stem + _WEIGHT: Parts(files, stem, frozenset(endings))
+            _current(stem + _WEIGHT): Parts(files, stem, frozenset(endings))
             for stem, endings in found.items()
             if endings & layout.marks
         }
         inside = {parts.stem + ending for parts in self._parts.values() for ending in parts.present}
-        self._plain = files.names() - inside
+        self._plain = {_current(name): name for name in files.names() - inside}
         self._files, self._layout, self._scheme = files, layout, scheme
 
     def names(self) -> frozenset[str]:
-        return self._plain | self._parts.keys()
+        return frozenset(self._plain.keys() | self._parts.keys())
 
     def read(self, name: str) -> torch.Tensor | QuantisedWeight:
         if (parts := self._parts.get(name)) is None:
-            return self._files.read(name)
+            return self._files.read(self._plain.get(name, name))
         try:
             return self._layout.read(parts, self._scheme)
         except ValueError as error:  # of `QuantisedWeight`
             raise ModelError(f"{parts}: {error}") from None
+
+
+def _current(name: str) -> str:
+    """A name in transformers' model of a parameter that Mixtral's checkpoints call otherwise."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return _MIXTRAL.sub(lambda found: _PROJECTIONS[found[0]], name)
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -51,8 +51,7 @@ constexpr int kTile = kNative;         // outputs
 constexpr int kVector = 4 * kNative;   // bytes
 constexpr int kSlab = 32, kWords = 8;  // inputs of a slab, its words
 constexpr int kSuper = 8;              // slabs with one super scale
-// Weights are read from this many slabs ahead, for rows that are few enough to wait for memory.
-constexpr int64_t kAheadSlabs = 16, kMemoryBoundRows = 2;
+constexpr int64_t kAheadSlabs = 16;    // that are read from memory meanwhile
 constexpr int64_t kPackedSlabs = 64;   // packed by one thread at a time
 constexpr int64_t kItemBytes = 8 << 10;  // of weights that a thread takes at a time
 constexpr int64_t kPanelBytes = 512 << 10;  // of rows in a core's cache, for one reading of the weights
@@ -252,11 +251,9 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
 #endif
   for (int r = 0; r < kRows; r++) sums[r] = Floats{};
   for (int64_t slab = 0; slab < slabs; slab++, codes += kBits * kVector, x += RoundedRows::kSlabWords * kRows) {
-    if constexpr (kRows <= kMemoryBoundRows) {
 #pragma GCC unroll 8
-      for (int i = 0; i < kBits * kVector; i += 64) __builtin_prefetch(codes + kAheadSlabs * kBits * kVector + i, 0, 2);
-      __builtin_prefetch(tile.scales + (slab + kAheadSlabs) * tile.slab_scale_bytes, 0, 2);
-    }
+    for (int i = 0; i < kBits * kVector; i += 64) __builtin_prefetch(codes + kAheadSlabs * kBits * kVector + i, 0, 2);
+    __builtin_prefetch(tile.scales + (slab + kAheadSlabs) * tile.slab_scale_bytes, 0, 2);
 #pragma GCC unroll 2
     for (int h = 0; h < kHalves; h++) {
       // The sums of a row's codes in this half, or of the whole slab.
@@ -278,7 +275,7 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
         if constexpr (kTable) w = looked_up(w, tile.part.table);
         const int32_t* const values = x + (h * kHalfWords + i) * kRows;
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-        Ints* const to = kRows <= kMemoryBoundRows && i % 2 ? odd : dots;  // two chains take half the latency of one
+        Ints* const to = kRows <= kOwnRows && i % 2 ? odd : dots;  // two chains take half the latency of one
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++)
           to[r] = (Ints)_mm512_dpbusd_epi32((__m512i)to[r], (__m512i)w, _mm512_set1_epi32(values[r]));

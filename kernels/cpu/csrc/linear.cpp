@@ -160,4 +160,41 @@ void folio_linear(int dtype, const ProductWeight* weight, const void* x, void* o
           [&](Team& team) { folio_multiply(&team, dtype, weight, x, nullptr, out, panels, rows); });
 }
 
+// A product for each expert: x [rows, inputs] has the rows of the first expert first, ends[e] is the first row after
+// those of expert e; out [rows, outputs]. weight: of the first expert. strides: bytes from an expert to the next, of bias
+// and order, then of codes, scales, supers and factors of each part. panels: of `folio_linear_panel_bytes` for the most
+// rows of an expert.
+void folio_experts(int dtype, const ProductWeight* weight, const int64_t* strides, const int64_t* ends, int64_t experts,
+                   const void* x, void* out, void* panels) {
+  const int64_t bytes = dtype == 0 ? sizeof(float) : sizeof(BFloat16);
+  int64_t active = 0;
+  for (int64_t e = 0; e < experts; e++) active += ends[e] > (e ? ends[e - 1] : 0);
+  const bool parallel = ends[experts - 1] * weight->outputs * weight->inputs > kParallelProducts;
+  in_team(parallel, kProductSteps * active, [&](Team& team) {
+    std::vector<WeightPart> parts(weight->num_parts);
+    for (int64_t e = 0, begin = 0; e < experts; begin = ends[e++]) {
+      if (ends[e] == begin) continue;
+      const int64_t* stride = strides;
+      const auto moved = [&](auto* pointer) {
+        using Pointer = decltype(pointer);
+        const int64_t offset = e * *stride++;
+        return pointer ? reinterpret_cast<Pointer>(reinterpret_cast<const char*>(pointer) + offset) : nullptr;
+      };
+      ProductWeight own = *weight;
+      own.bias = moved(own.bias);
+      own.order = moved(own.order);
+      for (int p = 0; p < own.num_parts; p++) {
+        WeightPart& part = parts[p] = weight->parts[p];
+        part.codes = moved(part.codes);
+        part.scales = moved(part.scales);
+        part.supers = moved(part.supers);
+        part.factors = moved(part.factors);
+      }
+      own.parts = parts.data();
+      folio_multiply(&team, dtype, &own, static_cast<const char*>(x) + begin * own.inputs * bytes, nullptr,
+                     static_cast<char*>(out) + begin * own.outputs * bytes, panels, ends[e] - begin);
+    }
+  });
+}
+
 }  // extern "C"

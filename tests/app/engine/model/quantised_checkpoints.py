@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from folio.app.config.engine import EngineConfig
+from folio.app.engine.model.loader import load_model
 from folio.kernels import quantise
 from tests.app.models.gguf.files import Tensor, dense, tiny_llama, write_gguf
 from tests.app.models.quantised.packing import AWQ_ORDER, NF4_CONFIG, NF4_LEVELS, nf4_state, words
@@ -106,6 +108,19 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Quantised], dict[str, object]]] 
 # Differences where a weight is rounded, which layers of random weights amplify: zero points become offsets in float16,
 # by 0.04 % of the weight's norm; floats become integers of 8 bits, by 0.5 %.
 ROUNDED = {"awq": 0.01, "fp8": 0.1, "nf4": 0.1}
+
+
+def load(folder: Path, **settings: Any) -> Any:
+    config = EngineConfig(**{"model": str(folder), "dtype": "float32", "skip_tokenizer_init": True} | settings)
+    module = load_model(config.on_device("cpu")).module
+    module.set_attn_implementation("eager")
+    return module
+
+
+@torch.inference_mode()
+def logits_of(module: Any) -> torch.Tensor:
+    found: torch.Tensor = module(input_ids=torch.arange(3, 90)[None], use_cache=False).logits[0]
+    return found
 
 
 def write_quantised(source: Path, kind: str, folder: Path) -> tuple[Path, Path]:

@@ -7,23 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from folio.app.config.engine import EngineConfig
 from folio.app.engine.layers.linear import PackedLinear
-from folio.app.engine.model.loader import load_model
 from folio.kernels import CpuLinear
-from tests.app.engine.model.quantised_checkpoints import KINDS, ROUNDED, write_quantised
+from tests.app.engine.model.quantised_checkpoints import KINDS, ROUNDED, load, logits_of, write_quantised
 from tests.conftest import MakeCheckpoint
 
 
 def logits(folder: Path) -> tuple[torch.Tensor, int]:
     """And the bytes of all linear layers."""
-    module = load_model(
-        EngineConfig(model=str(folder), dtype="float32", skip_tokenizer_init=True).on_device("cpu")
-    ).module
-    module.set_attn_implementation("eager")
-    with torch.inference_mode():
-        found = module(input_ids=torch.arange(3, 90)[None], use_cache=False).logits[0]
-    return found, sum(part.packed.nbytes for part in module.modules() if isinstance(part, PackedLinear))
+    module = load(folder)
+    return logits_of(module), sum(part.packed.nbytes for part in module.modules() if isinstance(part, PackedLinear))
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,14 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from folio.app.engine.layers.experts import PROJECTIONS, experts_of, projections_of
 from folio.app.models.gguf.config import model_config
 from folio.app.models.gguf.files import read_gguf
 from folio.app.models.gguf.header import GgufHeader
 from folio.app.models.quantised.gguf import GgufCheckpoint
 from folio.kernels import QuantisedWeight
 from tests.app.models.gguf.files import Tensor, dense, tiny_llama, write_gguf
+from tests.conftest import EXPERTS
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -38,6 +40,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
 OWN_YARN = YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.25}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128}
 LONGROPE |= {"long_factor": [1.5 + i for i in range(8)], "short_factor": [1.0 + i / 8 for i in range(8)]}
+OSS_YARN = YARN | {"truncate": False}
 # Name: architecture, class, settings of the config.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "Llama", {"head_dim": 16}),
@@ -62,6 +65,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "phi3",
         "Phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "mixtral": ("llama", "Mixtral", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2moe": ("qwen2moe", "Qwen2Moe", EXPERTS),
+    "qwen3moe": ("qwen3moe", "Qwen3Moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "gpt-oss": (
+        "gpt-oss",
+        "GptOss",
+        {
+            "head_dim": 32,
+            "sliding_window": 6,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": OSS_YARN,
+        },
     ),
     "gemma": ("gemma", "Gemma", {"head_dim": 32}),
     "gemma2": ("gemma2", "Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 6}),
@@ -99,7 +116,8 @@ def converted(folder: Path, architecture: str, model: PreTrainedModel) -> Path:
             weight = weight.swapaxes(1, 2).flatten(0, 2)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1
-        tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = dense(weight)
+        for own, part in apart(name, weight, architecture == "gpt-oss"):
+            tensors[names.get_name(own, try_suffixes=(".weight", ".bias")) or own] = dense(part)
     facts: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -116,18 +134,44 @@ def converted(folder: Path, architecture: str, model: PreTrainedModel) -> Path:
     return write_gguf(folder / "m.gguf", settings, tensors)
 
 
+def apart(name: str, weight: torch.Tensor, is_oss: bool) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that the program makes of a parameter."""
+    if name.endswith("sinks"):
+        return [(f"blk.{name.split('.')[2]}.attn_sinks.weight", weight)]
+    if name.endswith("shared_expert_gate.weight"):
+        return [(name, weight[0])]
+    stem, experts, leaf = name.partition(".mlp.experts.")
+    if not experts:
+        return [(name, weight)]
+    layer = f"blk.{stem.split('.')[2]}.ffn_"
+    kind = "bias" if leaf.endswith("_bias") else "weight"
+    if is_oss and kind == "weight":
+        weight = weight.transpose(1, 2)
+    if leaf.startswith("down"):
+        return [(f"{layer}down_exps.{kind}", weight)]
+    gate, up = (weight[:, ::2], weight[:, 1::2]) if is_oss else weight.chunk(2, 1)
+    return [(f"{layer}gate_exps.{kind}", gate), (f"{layer}up_exps.{kind}", up)]
+
+
 def special_facts(architecture: str, config: Any) -> dict[str, Any]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     facts: dict[str, Any] = {}
     if architecture in ("llama", "smollm3", "granite", "phi3"):
         facts["rope.dimension_count"] = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1))
-    if architecture in ("qwen3", "gemma", "gemma2", "gemma3"):
+    if architecture in ("qwen3", "qwen3moe", "gpt-oss", "gemma", "gemma2", "gemma3"):
         facts |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    if architecture in ("gemma2", "gemma3", "phi3"):
+    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         facts["attention.sliding_window"] = config.sliding_window or 0
     if architecture == "gemma2":
         facts["attn_logit_softcapping"] = config.attn_logit_softcapping
         facts["final_logit_softcapping"] = config.final_logit_softcapping
+    if hasattr(config, "num_experts_per_tok"):
+        size = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        count = getattr(config, "num_local_experts", None) or config.num_experts
+        facts |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
+        facts["expert_feed_forward_length"] = size
+    if architecture == "qwen2moe":
+        facts["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     if architecture == "granite":
         facts |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
         facts |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
@@ -170,6 +214,21 @@ def llama3_factors(rope: dict[str, Any], dim: int) -> list[float]:
     return factors
 
 
+def together(weights: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+    """Experts as transformers' modules have them."""
+    found = {name: weight for name, weight in weights.items() if ".experts." not in name or name.endswith("_bias")}
+    for path, module in experts_of(model):
+        found.pop(f"{path}.up_proj_bias", None)
+        for name in projections_of(module):
+            rows = []
+            for e in range(module.num_experts):
+                parts = [weights[f"{path}.{e}.{part}.weight"] for part in PROJECTIONS[name]]
+                one = torch.cat(parts) if module.is_concatenated else torch.stack(parts, 1).flatten(0, 1)
+                rows.append(one.t() if module.is_transposed else one)
+            found[f"{path}.{name}"] = torch.stack(rows)
+    return found
+
+
 def read_again(path: Path) -> PreTrainedModel:
     header = read_gguf(path)
     found = model_config(header)
@@ -178,6 +237,7 @@ def read_again(path: Path) -> PreTrainedModel:
     checkpoint = GgufCheckpoint(header)
     weights = {name: checkpoint.read(name) for name in checkpoint.names()}
     assert not any(isinstance(weight, QuantisedWeight) for weight in weights.values())
+    weights = together(weights, model)
     loaded = model.load_state_dict(weights, strict=False)
     assert loaded.unexpected_keys == []
     assert loaded.missing_keys == (["lm_head.weight"] if config.tie_word_embeddings else [])
@@ -214,7 +274,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "has the architecture 'mamba'; of GGUF files Folio reads llama,",
     ),
     "none": ({"general.architecture": 3}, "does not say its general.architecture"),
-    "experts": ({"llama.expert_count": 8}, "is a mixture of 8 experts"),
+    "experts": (
+        {"general.architecture": "qwen3", "qwen3.expert_count": 8},
+        "is a mixture of 8 experts of the architecture 'qwen3'; of GGUF files Folio reads those of llama, qwen2moe",
+    ),
     "an encoder": ({"llama.attention.causal": False}, "is an encoder (attention.causal)"),
     "missing": ({"llama.block_count": None}, "lacks llama.block_count"),
     "a text": ({"llama.block_count": "2"}, "has llama.block_count '2'; it must be of the type int"),

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from folio.app.config.checkpoint import quantization_fault
+from folio.app.config.checkpoint import quantization_fault, weight_faults
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import open_checkpoint
+from folio.kernels import QuantisedWeight
 from tests.app.models.quantised.packing import INPUTS, NF4_CONFIG, OUTPUTS, compressed, gptq, nf4, scales, write
 
 _GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 64}
@@ -226,19 +227,41 @@ def test_damaged_files(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_experts(tmp_path: Path) -> None:
-    """Transformers joins experts to tensors of three dimensions, which no `QuantisedWeight` is."""
-    tensors = {name.replace("a.", "mlp.experts.0.up_proj."): tensor for name, tensor in _gptq().items()}
-    with pytest.raises(
-        ModelError, match=r"experts of models quantized by gptq are not read yet \(mlp.experts.0.up_proj"
-    ):
-        open_checkpoint(write(tmp_path, _GPTQ, tensors))
+def test_experts_of_other_names(tmp_path: Path) -> None:
+    """Said by `folio check`, too."""
+    tensors = {name.replace("a.", "mlp.experts.up_projs.0."): tensor for name, tensor in _gptq().items()}
+    folder, said = write(tmp_path, _GPTQ, tensors), "experts are quantized by gptq as mlp.experts.up_projs.0.qweight"
+    with pytest.raises(ModelError, match=said):
+        open_checkpoint(folder)
+    assert any(said in fault for fault in weight_faults(folder))
+    named = {name.replace("a.", "0.block_sparse_moe.experts.0.w3."): tensor for name, tensor in _gptq().items()}
+    found = open_checkpoint(write(tmp_path, _GPTQ, named))
+    assert found is not None
+    assert found.names() == {"0.mlp.experts.0.up_proj.weight"}
+    assert isinstance(found.read("0.mlp.experts.0.up_proj.weight"), QuantisedWeight)
     floats = {"mlp.experts.0.weight": torch.ones(2, 32).to(torch.float8_e4m3fn)}
     floats["mlp.experts.0.weight_scale_inv"] = torch.ones(())
     assert open_checkpoint(write(tmp_path, {"quant_method": "fp8"}, floats)) is None, "transformers reads it"
 
 
-@pytest.mark.parametrize("config", [None, {"quant_method": "mxfp4"}], ids=["plain", "mxfp4"])
+@pytest.mark.parametrize("name", ["_blocks", "_scales"])
+def test_damaged_experts_in_mxfp4(tmp_path: Path, name: str) -> None:
+    tensors = {
+        "_blocks": torch.zeros(2, 64, 1, 16, dtype=torch.uint8),
+        "_scales": torch.zeros(2, 64, 1, dtype=torch.uint8),
+    }
+    tensors[name] = tensors[name][:, :, :, :8] if name == "_blocks" else tensors[name].int()
+    folder = write(
+        tmp_path, {"quant_method": "mxfp4"}, {f"mlp.experts.down_proj{key}": t for key, t in tensors.items()}
+    )
+    found = open_checkpoint(folder)
+    assert found is not None
+    assert found.names() == {f"mlp.experts.{e}.down_proj.weight" for e in range(2)}
+    with pytest.raises(ModelError, match=f"down_proj{name} has"):
+        found.read("mlp.experts.1.down_proj.weight")
+
+
+@pytest.mark.parametrize("config", [None, {"quant_method": "mxfp8"}], ids=["plain", "mxfp8"])
 def test_what_transformers_reads(tmp_path: Path, config: object) -> None:
     assert quantization_fault(config) is None
     assert open_checkpoint(write(tmp_path, config, {})) is None

@@ -1,0 +1,103 @@
+"""Mixtures of experts with packed weights, for the experts' modules that transformers computes by its interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from folio.kernels import CpuLinear, quantise
+from folio.kernels.cpu.experts import CpuExperts, stacked
+from folio.kernels.cpu.ops import PackedWeight
+
+# Parameters of an experts' module, of which it has two, and the names of its projections in checkpoints that have them
+# apart.
+PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+
+
+class ExpertProduct(nn.Module):
+    """One projection of all experts. Args: `packed`: of `stacked`; `bias`: `[experts, outputs]`."""
+
+    def __init__(self, packed: PackedWeight, bias: torch.Tensor | None, multiply: CpuExperts) -> None:
+        super().__init__()
+        self.packed, self.bias, self._multiply = packed, bias, multiply
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return self._multiply(x, self.packed, counts, self.bias)
+
+
+class PackedExperts(nn.Module):
+    """Experts with packed weights; the rows of each are multiplied at once.
+
+    Args:
+        original: an experts' module; its activation is used, and its parameters are freed.
+        packed: weights of `stacked` by the names of its parameters.
+    """
+
+    def __init__(self, original: nn.Module, packed: Mapping[str, PackedWeight], multiply: CpuExperts) -> None:
+        super().__init__()
+        for name, weight in packed.items():
+            bias = getattr(original, f"{name}_bias", None)
+            product = ExpertProduct(weight, None if bias is None else bias.detach().contiguous(), multiply)
+            self.add_module(name, product)
+            setattr(original, name, None)
+            if bias is not None:
+                setattr(original, f"{name}_bias", None)
+        self.original: Any = original
+        self._first = next(name for name in packed if name != "down_proj")
+
+    def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """`x [tokens, hidden]`, the experts of each token and their weights `[tokens, top_k]`; as transformers'
+        `grouped_mm_experts_forward`."""
+        (tokens, top_k), original = top_k_index.shape, self.original
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        counts = experts.bincount(minlength=original.num_experts)
+        rows = self.get_submodule(self._first)(x.index_select(0, order // top_k), counts)
+        rows = original._apply_gate(rows) if original.has_gate else original.act_fn(rows)
+        rows = self.get_submodule("down_proj")(rows, counts)
+        if getattr(original, "has_post_expert_norm", False):
+            rows = original.post_expert_norm(rows)
+        out = rows.index_select(0, order.argsort())
+        out = out.view(tokens, top_k, -1) * top_k_weights.reshape(tokens, top_k, 1)
+        return out.sum(1).to(x.dtype)
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(path, module) of the experts' modules that `PackedExperts` can replace."""
+    for path, module in list(model.named_modules()):
+        if hasattr(module, "is_transposed") and hasattr(module, "_apply_gate") and hasattr(module, "down_proj"):
+            yield path, module
+
+
+def projections_of(module: nn.Module) -> list[str]:
+    """Names of an experts' module's weights."""
+    return [name for name in PROJECTIONS if isinstance(getattr(module, name, None), nn.Parameter)]
+
+
+def quantise_experts(model: nn.Module, bits: Literal[4, 8]) -> int:
+    """Quantise and pack the weights of all experts' modules on a CPU; return the number of these modules."""
+    linear, multiply, num_packed = CpuLinear(), CpuExperts(), 0
+    for path, module in experts_of(model):
+
+        def pack(weight: torch.Tensor, transposed: bool = module.is_transposed) -> PackedWeight:
+            weight = weight.detach().t() if transposed else weight.detach()
+            return linear.pack_quantised(quantise(weight, bits), weight.dtype)
+
+        packed = {}
+        for name in projections_of(module):
+            packed[name] = stacked([pack(weight) for weight in getattr(module, name)])
+            setattr(module, name, None)  # freed before the next one is packed
+        model.set_submodule(path, PackedExperts(module, packed, multiply))
+        num_packed += 1
+    return num_packed
+
+
+def experts_as(model: nn.Module, find: Callable[[str], PackedWeight | None]) -> None:
+    """Replace experts' modules on torch's meta device. Args: `find`: the packed weight of a path, if there is one."""
+    for path, module in experts_of(model):
+        found = {name: find(f"{path}.{name}") for name in projections_of(module)}
+        packed = {name: weight for name, weight in found.items() if weight is not None}
+        if packed:
+            model.set_submodule(path, PackedExperts(module, packed, CpuExperts()))

@@ -197,8 +197,8 @@ class AttentionProvider(ABC):
     """Attention over a cache, and writes into it.
 
     Caches are `[num_blocks, block_tokens, num_kv_heads, dim]` with any strides but 1 for the last; in the region view a
-    block is a sequence's region. Their dtype is that of the queries, or one of `FP8_DTYPES`, or int8: then `dim` is that
-    of a row of `int8_cache`.
+    block is a sequence's region. Their dtype is that of the queries, or one of `FP8_DTYPES`, or int8: then `dim` is
+    that of a row of `int8_cache`.
     """
 
     name: str

@@ -94,8 +94,8 @@ class EngineConfig:
         kv_memory_floor_bytes: the part of it that is taken at the start and never given back.
         kv_idle_release_s: cache memory unused for this long goes back to the machine. By default 0.5, on CUDA 30.
         kv_dtype: type of the KV cache: the model's ("auto"); 8-bit floats, with scales for each layer's KV heads: the
-            checkpoint's, or measured at the start; or "int8", on CPUs only, with a scale for each token's KV head. About
-            half the memory of bfloat16, slightly other outputs. On CPUs only int8 is as fast as the model's type.
+            checkpoint's, or measured at the start; or "int8", on CPUs only, with a scale for each token's KV head.
+            About half the memory of bfloat16, slightly other outputs. 8-bit floats are slow on CPUs.
         expected_tokens: length of a typical request, prompt and output; decides the size of blocks.
         prefix_cache: share cached prefixes between requests.
         prefix_cache_release_s: cached prefixes without a hit for this long go back to the machine.

@@ -9,6 +9,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "vector.h"
 
 namespace folio {
@@ -28,6 +32,13 @@ inline Vec load_codes(const int8_t* from, int count) {
   else std::memcpy(&codes, from, count);
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)codes));
+#elif defined(__AVX2__)
+  const __m256 low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)codes));
+  const __m256 high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)codes, 8)));
+  Vec floats;
+  std::memcpy(&floats, &low, sizeof low);
+  std::memcpy(reinterpret_cast<char*>(&floats) + sizeof low, &high, sizeof high);
+  return floats;
 #else
   return __builtin_convertvector(__builtin_convertvector(codes, IntVec), Vec);
 #endif

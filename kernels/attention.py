@@ -30,6 +30,7 @@ from folio.kernels.arguments import (
     slots_of,
     window_of,
 )
+from folio.kernels.int8_cache import head_dim
 from folio.kernels.provider import AttentionCall, AttentionProvider, CacheWrite, VarlenBatch
 from folio.kernels.select import select_provider
 
@@ -75,7 +76,7 @@ def flash_attn_with_kvcache(
         q: `[batch_size, seqlen_q, num_heads, head_dim]`; float32, bfloat16 or float16.
         k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]` with a `block_table`, else
             `[batch_size_cache, seqlen_cache, num_kv_heads, head_dim]`. Their head sizes may differ. dtype of `q`, or
-            8-bit floats.
+            8-bit floats, or int8: then rows of `kernels.int8_cache`, 4 bytes longer.
         k, v: `[batch_size, seqlen_new, num_kv_heads, head_dim]`, stored from `cache_seqlens` on. There must be room.
         rotary_cos, rotary_sin: `[seqlen_ro, rotary_dim / 2]`; rotate `k` by its positions `cache_seqlens`,
             `cache_seqlens + 1`, …, and `q` by the same with a causal mask or a window, else by `cache_seqlens`.
@@ -111,8 +112,8 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         if cache_seqlens is None:
             raise ValueError("cache_seqlens is not given; k and v are stored from there on")
-        check_tensor(k, "k", (batch_size, None, *k_cache.shape[2:]), q.dtype, q.device)
-        check_tensor(v, "v", (batch_size, k.shape[1], *v_cache.shape[2:]), q.dtype, q.device)
+        check_tensor(k, "k", (batch_size, None, k_cache.shape[2], head_dim(k_cache)), q.dtype, q.device)
+        check_tensor(v, "v", (batch_size, k.shape[1], v_cache.shape[2], head_dim(v_cache)), q.dtype, q.device)
         num_new = k.shape[1]
     all_lengths = lengths + num_new
     window = window_of(window_size, causal, capacity + seqlen_q)
@@ -205,8 +206,8 @@ def varlen_attention(
     max_seqlen_k = bound_of(max_seqlen_k, "max_seqlen_k", cache_seqlens)
     new, scales = None, scales_of(k_cache, k_descale, v_descale)
     if k is not None and v is not None:
-        check_tensor(k, "k", (num_tokens, *k_cache.shape[2:]), q.dtype, q.device)
-        check_tensor(v, "v", (num_tokens, *v_cache.shape[2:]), q.dtype, q.device)
+        check_tensor(k, "k", (num_tokens, k_cache.shape[2], head_dim(k_cache)), q.dtype, q.device)
+        check_tensor(v, "v", (num_tokens, v_cache.shape[2], head_dim(v_cache)), q.dtype, q.device)
         sequence = torch.repeat_interleave(torch.arange(num_seqs, device=q.device), counts, output_size=num_tokens)
         before = (cache_seqlens - cu_seqlens_q[1:]).long()
         positions = torch.arange(num_tokens, device=q.device) + before[sequence]

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from folio.kernels import int8_cache
 from folio.kernels.errors import KernelError
 
 MAX_WINDOW = 2**30
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SMALL_DTYPES = (*FP8_DTYPES, torch.int8)  # of caches that hold rounded keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class AttentionCall:
     def __post_init__(self) -> None:
         query, key_cache, value_cache, masking = self.query, self.key_cache, self.value_cache, self.masking
         _check_caches(key_cache, value_cache)
-        if query.ndim != 3 or query.shape[2] != key_cache.shape[3]:
+        if query.ndim != 3 or query.shape[2] != int8_cache.head_dim(key_cache):
             raise ValueError(
                 f"query {list(query.shape)} does not match [tokens, heads, dim] of keys {_describe(key_cache)}"
             )
@@ -122,7 +124,7 @@ class AttentionCall:
         num_heads, num_seqs = query.shape[1], self.batch.cache_seqlens.numel()
         if num_heads % key_cache.shape[2]:
             raise ValueError(f"{num_heads} query heads cannot share {key_cache.shape[2]} KV heads evenly")
-        if key_cache.dtype not in (query.dtype, *FP8_DTYPES):
+        if key_cache.dtype not in (query.dtype, *_SMALL_DTYPES):
             raise ValueError(f"queries of {query.dtype} cannot read a cache of {key_cache.dtype}")
         if masking.sinks is not None:
             _check_floats(masking.sinks, "sinks", (num_heads,))
@@ -160,7 +162,8 @@ class CacheWrite:
         key, value, slots = self.key, self.value, self.slots
         _check_caches(self.key_cache, self.value_cache)
         for name, new, cache in (("key", key, self.key_cache), ("value", value, self.value_cache)):
-            if new.ndim != 3 or new.shape[1:] != cache.shape[2:] or cache.dtype not in (new.dtype, *FP8_DTYPES):
+            dim = cache.shape[3] if new.dtype == cache.dtype else int8_cache.head_dim(cache)
+            if new.shape[1:] != (cache.shape[2], dim) or cache.dtype not in (new.dtype, *_SMALL_DTYPES):
                 raise ValueError(f"{name} {_describe(new)} does not fit a cache {_describe(cache)}")
         if key.dtype != value.dtype:
             raise ValueError(f"keys of {key.dtype} and values of {value.dtype} differ in dtype")
@@ -171,10 +174,13 @@ class CacheWrite:
             )
 
     def as_cached(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in the cache's dtype: 8-bit floats are divided by the scales and clipped."""
+        """Keys and values in the cache's dtype: 8-bit floats are divided by the scales and clipped, int8 is rows of
+        `int8_cache`."""
         key, value, dtype = self.key, self.value, self.key_cache.dtype
-        if dtype not in FP8_DTYPES:
+        if dtype == key.dtype:
             return key, value
+        if dtype == torch.int8:
+            return int8_cache.quantise(key), int8_cache.quantise(value)
         if self.scales is not None:
             key, value = key.float() / self.scales.key[:, None], value.float() / self.scales.value[:, None]
         limit = torch.finfo(dtype).max
@@ -191,7 +197,8 @@ class AttentionProvider(ABC):
     """Attention over a cache, and writes into it.
 
     Caches are `[num_blocks, block_tokens, num_kv_heads, dim]` with any strides but 1 for the last; in the region view a
-    block is a sequence's region. Their dtype is that of the queries, or one of `FP8_DTYPES`.
+    block is a sequence's region. Their dtype is that of the queries, or one of `FP8_DTYPES`, or int8: then `dim` is
+    that of a row of `int8_cache`.
     """
 
     name: str

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from folio.kernels import int8_cache
 from folio.kernels.provider import AttentionCall, AttentionProvider, CacheWrite, Masking
 
 
@@ -50,7 +51,7 @@ class ReferenceProvider(AttentionProvider):
     def run_attend(self, call: AttentionCall) -> torch.Tensor:
         query, batch, masking, scales, lse = call.query, call.batch, call.masking, call.scales, call.lse
         caches = call.key_cache, call.value_cache
-        out = query.new_zeros(*query.shape[:2], call.value_cache.shape[3])
+        out = query.new_zeros(*query.shape[:2], int8_cache.head_dim(call.value_cache))
         if lse is not None:
             lse.fill_(-torch.inf)
         starts, lengths = batch.cu_seqlens_q.tolist(), batch.cache_seqlens.tolist()
@@ -160,5 +161,7 @@ def _gather(cache: torch.Tensor, table: torch.Tensor, begin: int, end: int) -> t
 
 
 def _dequantize(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if x.dtype == torch.int8:
+        return int8_cache.dequantise(x, dtype)
     wide = x.to(torch.float32)
     return (wide if scale is None else wide * scale[:, None]).to(dtype)

@@ -56,7 +56,7 @@ class Target:
 
 
 _Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-_KvDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
+_KvDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2", "int8"]
 
 
 def plan(

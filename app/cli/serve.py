@@ -97,7 +97,8 @@ def serve(
         Literal["auto", "float32", "bfloat16", "float16"] | None, typer.Option(help="Type of weights and computation.")
     ] = None,
     kv_dtype: Annotated[
-        Literal["auto", "fp8_e4m3", "fp8_e5m2"] | None, typer.Option(help="Type of the KV cache; auto is the model's.")
+        Literal["auto", "fp8_e4m3", "fp8_e5m2", "int8"] | None,
+        typer.Option(help="Type of the KV cache; auto is the model's."),
     ] = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a GPU's memory for everything; by default 0.9.")

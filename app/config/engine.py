@@ -21,7 +21,7 @@ Quantization = Literal["none", "int8", "int4"]
 AsyncScheduling = Literal["auto", "on", "off"]
 DecodeGraphs = Literal["auto", "on", "off"]
 MixedGraphs = Literal["off", "on"]
-KVDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
+KVDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2", "int8"]
 DeviceName = Literal["cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Pooling = Literal["auto", "none", "last", "mean"]
@@ -33,6 +33,8 @@ DEVICE_DEFAULTS: Mapping[DeviceName, Mapping[str, Any]] = {
 }
 # Kernels that read no cache of 8-bit floats.
 _WITHOUT_FP8 = ("cpu", "torch-flash")
+# Kernels for CUDA.
+_ON_CUDA = ("triton", "torch-flash")
 
 _AT_LEAST_1 = (
     "max_model_len",
@@ -91,8 +93,9 @@ class EngineConfig:
             device by `gpu_memory_utilization`, after a measured step; what is set must fit beside that step.
         kv_memory_floor_bytes: the part of it that is taken at the start and never given back.
         kv_idle_release_s: cache memory unused for this long goes back to the machine. By default 0.5, on CUDA 30.
-        kv_dtype: type of the KV cache: the model's ("auto"), or 8-bit floats, with scales for each layer's KV heads:
-            the checkpoint's, or measured at the start. Half the memory of bfloat16, slightly other outputs.
+        kv_dtype: type of the KV cache: the model's ("auto"); 8-bit floats, with scales for each layer's KV heads: the
+            checkpoint's, or measured at the start; or "int8", on CPUs only, with a scale for each token's KV head.
+            About half the memory of bfloat16, slightly other outputs. 8-bit floats are slow on CPUs.
         expected_tokens: length of a typical request, prompt and output; decides the size of blocks.
         prefix_cache: share cached prefixes between requests.
         prefix_cache_release_s: cached prefixes without a hit for this long go back to the machine.
@@ -262,9 +265,14 @@ class EngineConfig:
             "kv_memory_bytes",
         )
         yield (
-            self.kv_dtype != "auto" and self.attention in _WITHOUT_FP8,
+            self.kv_dtype.startswith("fp8") and self.attention in _WITHOUT_FP8,
             f"kv_dtype is {self.kv_dtype!r} and attention {self.attention!r}, which reads no 8-bit floats; choose "
-            "attention 'auto', 'triton' (CUDA), 'sdpa' or 'reference'",
+            "attention 'auto', 'triton' (CUDA), 'sdpa' or 'reference', or on a CPU kv_dtype 'int8'",
+        )
+        yield (
+            self.kv_dtype == "int8" and (self.device == "cuda" or self.attention in _ON_CUDA),
+            f"kv_dtype is 'int8', device {self.device!r} and attention {self.attention!r}; int8 is read on CPUs only: "
+            "use kv_dtype 'fp8_e4m3'",
         )
         yield (
             (self.speculation == "draft") != (self.draft_model is not None),

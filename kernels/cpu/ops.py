@@ -336,14 +336,14 @@ class CpuRotaryWrite:
 
     Attributes:
         fields: the call in C++ without the addresses of heads, caches and norm weights.
-        same_dtype: the caches have the dtype of the heads.
+        stores: the call in C++ writes the caches: they have the dtype of the heads, or int8.
     """
 
     def __init__(self, run: Any, call: RotaryWrite) -> None:
         heads, key_cache, value_cache, slots = call.heads, call.key_cache, call.value_cache, call.slots
         cos, sin = call.cos.contiguous(), call.sin.contiguous()
         query_norm, key_norm = call.query_norm, call.key_norm
-        self.same_dtype = key_cache.dtype == heads.dtype
+        self.stores = key_cache.dtype in (heads.dtype, torch.int8)
         self.fields = RotaryFields(
             *map(address, (None, None, None, None, None, cos, sin, slots)),
             *heads.stride()[:2],
@@ -357,7 +357,7 @@ class CpuRotaryWrite:
             call.rotary_dim,
             cos.shape[-1],
             _dtype_number(heads.dtype),
-            heads.element_size(),
+            key_cache.element_size(),
             *(0.0, 0.0) if query_norm is None else (query_norm.eps, query_norm.offset),
             *(0.0, 0.0) if key_norm is None else (key_norm.eps, key_norm.offset),
         )
@@ -370,11 +370,11 @@ class CpuRotaryWrite:
         fields.heads = heads.data_ptr()
         if norm_weights:
             fields.query_weight, fields.key_weight = (weight.data_ptr() for weight in norm_weights)
-        if self.same_dtype:
+        if self.stores:
             fields.key_cache, fields.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
         if result := self._run(fields):
             raise cache_error(result, key_cache, self.outside(key_cache))
-        if not self.same_dtype:  # 8-bit floats
+        if not self.stores:  # 8-bit floats
             call = replace(self._call, heads=heads, key_cache=key_cache, value_cache=value_cache)
             write_by_index(call.as_write())
 

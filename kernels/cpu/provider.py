@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from folio.kernels import int8_cache
 from folio.kernels.arguments import check_numbers
 from folio.kernels.cpu.build import load_function
 from folio.kernels.cpu.ops import CPP_DTYPES, address, cache_error, slots_outside
@@ -30,7 +31,7 @@ class AttentionFields(ctypes.Structure):
         *((f"value_{name}_stride", _INT64) for name in ("block", "token", "head")),
         *((name, _INT64) for name in ("table_stride", "num_blocks", "block_tokens", "alibi_stride")),
         *((name, _INT32) for name in ("num_tokens", "num_seqs", "num_q_heads", "num_kv_heads", "key_dim", "value_dim")),
-        *((name, _INT32) for name in ("window_left", "window_right", "dtype", "num_splits")),
+        *((name, _INT32) for name in ("window_left", "window_right", "dtype", "num_splits", "int8_cache")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     ]
 
@@ -45,11 +46,13 @@ class _WriteCall(ctypes.Structure):
         *((f"value_cache_{name}_stride", _INT64) for name in ("block", "token", "head")),
         *((name, _INT64) for name in ("num_blocks", "block_tokens")),
         *((name, _INT32) for name in ("num_tokens", "num_kv_heads", "key_dim", "value_dim", "element_bytes")),
+        *((name, _INT32) for name in ("dtype", "int8_cache")),
     ]
 
 
 class CpuProvider(AttentionProvider):
-    """Decode and chunked prefill over both views in place; float32, bfloat16, float16.
+    """Decode and chunked prefill over both views in place; float32, bfloat16, float16, each over caches of its own
+    dtype or of int8.
 
     A call that would read or write outside of its cache, or whose cache is no longer mapped, raises `KernelError` and
     reads and writes nothing.
@@ -73,8 +76,10 @@ class CpuProvider(AttentionProvider):
         query, key_cache = call.query, call.key_cache
         if query.device.type != "cpu":
             return f"runs on cpu, not on {query.device.type}"
-        if query.dtype not in CPP_DTYPES or key_cache.dtype != query.dtype:
-            return f"takes float32, bfloat16 and float16, not {query.dtype} over {key_cache.dtype}"
+        if query.dtype not in CPP_DTYPES or key_cache.dtype not in (query.dtype, torch.int8):
+            return (
+                f"takes float32, bfloat16 and float16, over the same or int8, not {query.dtype} over {key_cache.dtype}"
+            )
         if query.shape[1] // key_cache.shape[2] > _MAX_GROUP_SIZE:
             return f"takes at most {_MAX_GROUP_SIZE} query heads per KV head"
         if query.dtype == torch.bfloat16 and query.shape[2] % 2:
@@ -86,7 +91,9 @@ class CpuProvider(AttentionProvider):
 
     def prepare_write(self, new: CacheWrite) -> StoreLayer:
         key_cache, value_cache, slots = new.key_cache, new.value_cache, new.slots
-        if key_cache.dtype != new.key.dtype or new.key.stride(2) != 1 or new.value.stride(2) != 1:
+        quantises = key_cache.dtype == torch.int8 and new.key.dtype in CPP_DTYPES
+        same = quantises or key_cache.dtype == new.key.dtype
+        if not same or new.key.stride(2) != 1 or new.value.stride(2) != 1:
             return lambda key, value, key_cache, value_cache: self._write_copied(
                 CacheWrite(key, value, key_cache, value_cache, slots, new.scales)
             )
@@ -100,6 +107,8 @@ class CpuProvider(AttentionProvider):
             *new.key.shape,
             new.value.shape[2],
             new.key.element_size(),
+            CPP_DTYPES.get(new.key.dtype, 0),
+            quantises,
         )
 
         def store(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
@@ -137,7 +146,8 @@ class CpuAttend:
             call.batch,
             call.masking,
         )
-        if query.dtype not in CPP_DTYPES or key_cache.dtype != query.dtype or query.device.type != "cpu":
+        int8 = key_cache.dtype == torch.int8
+        if query.dtype not in CPP_DTYPES or not (int8 or key_cache.dtype == query.dtype) or query.device.type != "cpu":
             provider.refuse_unsupported(call)
         query = _unit_stride(query)
         num_tokens, num_heads, key_dim = query.shape
@@ -157,15 +167,16 @@ class CpuAttend:
             num_heads,
             key_cache.shape[2],
             key_dim,
-            value_cache.shape[3],
+            int8_cache.head_dim(value_cache),
             masking.window_left,
             masking.window_right,
             CPP_DTYPES[query.dtype],
             call.num_splits,
+            int8,
             masking.scale,
             masking.softcap,
         )
-        self._shape = num_tokens, num_heads, value_cache.shape[3]
+        self._shape = num_tokens, num_heads, int8_cache.head_dim(value_cache)
         self._provider, self._run, self._call = provider, run, call
 
     def __call__(self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:

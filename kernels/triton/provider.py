@@ -56,6 +56,8 @@ class TritonProvider(AttentionProvider):
             return f"runs on cuda, not on {device_type}"
         if query.dtype not in _DTYPES:
             return f"queries cannot be {query.dtype}"
+        if key_cache.dtype == torch.int8:
+            return "does not read a cache of int8"
         if key_cache.dtype in FP8_DTYPES and not self._has_fp8(device_type):
             return "8-bit floats need a GPU of compute capability 8.9"
         dims = query.shape[2], call.value_cache.shape[3]

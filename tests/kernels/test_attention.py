@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from folio.kernels import AttentionProvider, CacheScales, KernelError, Masking, VarlenBatch, select_provider
+from folio.kernels import AttentionProvider, CacheScales, KernelError, Masking, VarlenBatch, int8_cache, select_provider
 from folio.kernels.cpu.provider import CpuProvider
 from folio.kernels.reference import ReferenceProvider
 from tests.kernels.cases import RAGGED, TOLERANCE, Case, GuardedMemory, check, make_batch, make_case, random_case
@@ -90,6 +90,29 @@ def test_eight_bit_cache() -> None:
     check(provider, Case(torch.randn(1, 4, 64), key_cache, value_cache, batch, Masking(0.125), scales), tolerance=1e-4)
     with pytest.raises(KernelError, match="float8"):
         select_provider("cpu", CPU).attend(torch.randn(1, 4, 64), key_cache, value_cache, batch, Masking(0.125))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_int8_cache(cpu: CpuProvider, dtype: torch.dtype) -> None:
+    """Rows have their own scales, at the end of mapped memory too; one with an infinity is NaN."""
+    torch.manual_seed(0)
+    with GuardedMemory(16) as memory:
+        for heads, dims, queries in itertools.product([(9, 3), (2, 2), (5, 1)], [(64, 64), (20, 36)], (1, 21)):
+            shapes = [(13, 8, heads[1], int8_cache.row_bytes(dim)) for dim in dims]
+            caches = [memory.tensor(i, shape, torch.int8, at_end=True).zero_() for i, shape in enumerate(shapes)]
+            key, value = (torch.randn(104, heads[1], dim).to(dtype) for dim in dims)
+            cpu.write(key, value, caches[0], caches[1], torch.arange(104))
+            for cache, new in zip(caches, (key, value), strict=True):
+                off = cache.flatten(0, 1).int() - int8_cache.quantise(new).int()
+                assert off[..., :-4].abs().max() <= 1  # halves
+                assert not off[..., -4:].any()
+            batch = make_batch([(queries, 103), (1, 104)], torch.arange(13).repeat(2, 1))
+            query = torch.randn(queries + 1, heads[0], dims[0]).to(dtype)
+            check(cpu, Case(query, caches[0], caches[1], batch, Masking(dims[0] ** -0.5, window_left=90)))
+    key[3, 0, 5] = torch.inf
+    for provider in (cpu, ReferenceProvider()):
+        provider.write(key[:8], value[:8], caches[0], caches[1], torch.arange(8))
+        assert int8_cache.dequantise(caches[0], dtype)[0, :, 0].isnan().all(-1).tolist() == [i == 3 for i in range(8)]
 
 
 @pytest.mark.parametrize("make", [lambda: select_provider("cpu", CPU), ReferenceProvider])

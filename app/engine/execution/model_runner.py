@@ -26,7 +26,7 @@ from folio.app.engine.layers.attention import (
 )
 from folio.app.engine.layers.batch import StepBatch
 from folio.app.engine.layers.recurrent import CachedStates, RecurrentLayer, StateProbe
-from folio.app.engine.model.kv_scales import RoundingProbe, ScaleProbe, measured_tokens
+from folio.app.engine.model.kv_scales import RoundingProbe, ScaleProbe, cached_spec, has_scales, measured_tokens
 from folio.app.engine.model.loader import LoadedModel
 from folio.app.errors import ModelError
 from folio.kernels import AttentionProvider, CacheScales
@@ -74,7 +74,7 @@ class ModelRunner:
         self.layers = observe_layers(model, provider)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
-        self._scales = cache_scales(model, provider, self.layers) if model.cache_dtype != model.dtype else {}
+        self._scales = cache_scales(model, provider, self.layers) if has_scales(model.cache_dtype) else {}
 
     def attach_caches(self, tensors: CacheTensors) -> None:
         """Use these caches from now on, without graphs."""
@@ -132,7 +132,7 @@ class ModelRunner:
 
     def rounded_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits `[num_tokens, vocab_size]` of one sequence without a cache, on the CPU. Keys and values are rounded as
-        a cache of 8-bit floats does."""
+        a cache of 8 bits does."""
         handler = RoundingProbe(GeometryProbe(self._provider), self._model.cache_dtype, self._scales)
         return self._without_cache(handler, token_ids, len(token_ids)).float().cpu()
 
@@ -248,4 +248,5 @@ def observe_layers(model: LoadedModel, provider: AttentionProvider) -> ObservedL
             f"attention only in {sorted(probe.windows)}; outputs beyond the window would be wrong"
         )
     specs = probe.layers(required=model.attention_layers, allowed=model.attention_layers | model.recurrent_layers)
+    specs = {layer: cached_spec(spec, model.cache_dtype) for layer, spec in specs.items()}
     return ObservedLayers(specs, probe.windows, state_probe.layers(model.recurrent_layers))

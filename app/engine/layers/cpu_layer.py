@@ -58,7 +58,7 @@ class LayerStep:
         parts = [
             LayerPart(part.write, part.attend, 0 if part.tokens is None else part.tokens.start)
             for part in prepared
-            if isinstance(part.write, CpuRotaryWrite) and part.write.same_dtype and isinstance(part.attend, CpuAttend)
+            if isinstance(part.write, CpuRotaryWrite) and part.write.stores and isinstance(part.attend, CpuAttend)
         ]
         found = StepParts(parts) if len(parts) == len(prepared) else None
         self._parts[id(prepared)] = prepared, found

@@ -1,8 +1,9 @@
-"""Scales of a KV cache of 8-bit floats: the checkpoint's, or measured in one forward.
+"""KV caches of 8 bits. Scales of 8-bit floats: the checkpoint's, or measured in one forward.
 
 An 8-bit float has the same relative precision at every size, so that a scale only has to keep values within the range:
 the largest one measured becomes half of the largest number, which leaves room for larger ones, and far smaller values
-stay above the smallest. Values beyond the range are clipped.
+stay above the smallest. Values beyond the range are clipped. Rows in int8 have their own scales
+(`folio.kernels.int8_cache`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from safetensors import safe_open
 
 from folio.app.config.engine import KVDtype
 from folio.app.engine.layers.attention import AttentionHandler
-from folio.kernels import CacheScales, Masking
+from folio.kernels import CacheScales, Masking, int8_cache
+from folio.vmem import LayerSpec
 
 FP8_DTYPES: Mapping[KVDtype, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_DTYPES = {**FP8_DTYPES, "int8": torch.int8}
 # Tokens of the measured forward: random, and always the same.
 MEASURED_TOKENS = 256
 _MARGIN = 2.0
@@ -31,7 +34,19 @@ StoredScales = Mapping[int, tuple[float, float]]
 
 def cache_dtype(kv_dtype: KVDtype, model_dtype: torch.dtype) -> torch.dtype:
     """The dtype of the KV cache."""
-    return FP8_DTYPES.get(kv_dtype, model_dtype)
+    return _DTYPES.get(kv_dtype, model_dtype)
+
+
+def has_scales(cache_dtype: torch.dtype) -> bool:
+    """True if a cache of this dtype has scales for each layer's heads."""
+    return cache_dtype in FP8_DTYPES.values()
+
+
+def cached_spec(spec: LayerSpec, cache_dtype: torch.dtype) -> LayerSpec:
+    """A layer's geometry in the cache, from that of its keys and values."""
+    if cache_dtype != torch.int8:
+        return spec
+    return LayerSpec(spec.num_heads, int8_cache.row_bytes(spec.key_dim), int8_cache.row_bytes(spec.value_dim))
 
 
 def stored_scales(weight_files: Iterable[Path]) -> dict[int, tuple[float, float]]:
@@ -54,7 +69,7 @@ def measured_tokens(vocab_size: int, max_positions: int) -> torch.Tensor:
 
 
 class RoundingProbe(AttentionHandler):
-    """Rounds the call's keys and values as a cache of 8-bit floats does; another handler computes the attention."""
+    """Rounds the call's keys and values as a cache of 8 bits does; another handler computes the attention."""
 
     def __init__(self, handler: AttentionHandler, dtype: torch.dtype, scales: Mapping[int, CacheScales]) -> None:
         self._handler, self._dtype, self._scales = handler, dtype, scales
@@ -62,8 +77,10 @@ class RoundingProbe(AttentionHandler):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
-        scales = self._scales[layer]
-        rounded = self._rounded(key, scales.key), self._rounded(value, scales.value)
+        if (scales := self._scales.get(layer)) is None:
+            rounded = [int8_cache.dequantise(int8_cache.quantise(new), new.dtype) for new in (key, value)]
+        else:
+            rounded = [self._rounded(key, scales.key), self._rounded(value, scales.value)]
         return self._handler.attend(layer, query, *rounded, masking)
 
     def _rounded(self, new: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from folio.app.engine.lora.layers import LoRALayers
 from folio.app.engine.model.checkpoint_files import read_checkpoint, read_contents
 from folio.app.engine.model.checkpoint_module import make_module
 from folio.app.engine.model.context import context_length, read_config
-from folio.app.engine.model.kv_scales import StoredScales, cache_dtype, stored_scales
+from folio.app.engine.model.kv_scales import StoredScales, cache_dtype, has_scales, stored_scales
 from folio.app.engine.model.pooling import Pooling, find_pooling
 from folio.app.engine.model.stored_module import key_of, stored_module
 from folio.app.engine.model.tokenizer import load_tokenizer
@@ -163,7 +163,7 @@ def load_model(
             generates=made.generates,
             weights=arena,
         )
-        if loaded.cache_dtype != loaded.dtype and config.load_format == "auto":
+        if has_scales(loaded.cache_dtype) and config.load_format == "auto":
             loaded = replace(loaded, stored_scales=stored_scales(weight_files(resolve_model(config.model))))
         if comm is not None and made.plan is not None:
             install_collectives(module, made.plan, comm)

@@ -94,7 +94,7 @@ class Attention {
  public:
   // parts: memory for the parts of split sequences; of calls that run one after the other it may be the same.
   Attention(const AttentionCall& call, std::vector<float>& parts)
-      : call_(call), plan_(plan(call, sizeof(T), omp_get_max_threads())), parts_(parts) {
+      : call_(call), plan_(plan(call, call.int8_cache ? 1 : sizeof(T), omp_get_max_threads())), parts_(parts) {
     value_stride_ = round_up(call.value_dim, 2 * kLanes);
     part_floats_ = size_t(call.num_q_heads) * (value_stride_ + 2);
     if (parts.size() < plan_.num_parts * part_floats_) {
@@ -107,13 +107,17 @@ class Attention {
 
   static constexpr int kSteps = 2;  // calls of `Team::each`
 
-  void run(Team& team) const {
+  void run(Team& team) const { call_.int8_cache ? run_over<int8_t>(team) : run_over<T>(team); }
+
+ private:
+  template <typename Cached>
+  void run_over(Team& team) const {
     const int group_size = call_.num_q_heads / call_.num_kv_heads;
     const int num_rows = padded_rows(group_size) * call_.num_kv_heads;
-    const auto decode_item = group_size == 1   ? decode<T, 1, 1>
-                             : group_size == 2 ? decode<T, 2, 2>
-                             : group_size <= 4 ? decode<T, 4, 4>
-                                               : decode<T, 4, 8>;
+    const auto decode_item = group_size == 1   ? decode<T, Cached, 1, 1>
+                             : group_size == 2 ? decode<T, Cached, 2, 2>
+                             : group_size <= 4 ? decode<T, Cached, 4, 4>
+                                               : decode<T, Cached, 4, 8>;
     const int64_t num_prefills = plan_.prefills.size();
     std::unique_ptr<PrefillScratch> for_prefill;
     std::unique_ptr<DecodeScratch> for_decode;
@@ -121,10 +125,11 @@ class Attention {
       if (i < num_prefills) {  // first, because they take longest
         if (!for_prefill)
           for_prefill = std::make_unique<PrefillScratch>(round_up(call_.key_dim, kLanes), value_stride_);
-        prefill<T>(call_, plan_.prefills[i], *for_prefill);
+        prefill<T, Cached>(call_, plan_.prefills[i], *for_prefill);
       } else {
         if (!for_decode)
-          for_decode = std::make_unique<DecodeScratch>(num_rows, num_rows, call_.key_dim, call_.value_dim);
+          for_decode = std::make_unique<DecodeScratch>(num_rows, num_rows, call_.key_dim, call_.value_dim,
+                                                        call_.int8_cache);
         const DecodeItem& item = plan_.decodes[i - num_prefills];
         decode_item(call_, item, item.part == kNoPart ? nullptr : parts_.data() + item.part * part_floats_, *for_decode);
       }
@@ -136,7 +141,6 @@ class Attention {
     });
   }
 
- private:
   AttentionCall call_;
   Plan plan_;
   int value_stride_;
@@ -147,7 +151,7 @@ class Attention {
 // Returns a Result. Unsupported: more grouped heads than a tile has rows, an odd bf16 head size.
 inline Result check_attention(const AttentionCall& call) {
   if (call.num_q_heads / call.num_kv_heads > kMaxRows || (call.dtype == 1 && call.key_dim % 2)) return kUnsupported;
-  return check(call, call.dtype == 0 ? 4 : 2);
+  return check(call, call.int8_cache ? 1 : call.dtype == 0 ? 4 : 2);
 }
 
 }  // namespace folio

@@ -31,6 +31,7 @@ struct AttentionCall {
   int32_t window_left, window_right;  // tokens visible before and after a query's own, negative: all
   int32_t dtype;                      // 0 float32, 1 bfloat16, 2 float16
   int32_t num_splits;                 // parts of a sequence's cache at most, 0: as many as are useful
+  int32_t int8_cache;                 // 1: rows of int8_rows.h, 0: the cache has the dtype
   float scale, softcap;               // softcap 0: none
 };
 
@@ -45,6 +46,7 @@ struct WriteCall {
   int64_t value_cache_block_stride, value_cache_token_stride, value_cache_head_stride;
   int64_t num_blocks, block_tokens;
   int32_t num_tokens, num_kv_heads, key_dim, value_dim, element_bytes;
+  int32_t dtype, int8_cache;  // dtype of keys and values, read only for a cache of rows of int8_rows.h
 };
 
 }  // extern "C"

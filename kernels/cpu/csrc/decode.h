@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "call.h"
+#include "int8_rows.h"
 #include "vector.h"
 
 namespace folio {
@@ -32,6 +33,10 @@ constexpr bool kPairs = std::is_same_v<T, BFloat16>;
 template <typename T>
 constexpr bool kPairs = false;
 #endif
+
+// What the rows of a cache are multiplied as: codes of int8 are widened first.
+template <typename T, typename Cached>
+using Multiplied = std::conditional_t<std::is_same_v<T, Cached> || kPairs<T>, T, float>;
 
 constexpr size_t kNoPart = ~size_t(0);
 
@@ -65,13 +70,16 @@ inline void carve(std::vector<float>& buffer, std::initializer_list<std::pair<fl
 struct DecodeScratch {
   std::vector<float> buffer;
   float *queries, *out, *highest, *sum, *scores;
+  float *keys, *values, *key_scales, *value_scales;  // of a tile of an int8 cache
   int query_stride, value_stride;  // floats
 
-  DecodeScratch(int num_rows, int num_blocks, int key_dim, int value_dim)
+  DecodeScratch(int num_rows, int num_blocks, int key_dim, int value_dim, bool int8_cache)
       : query_stride(round_up(key_dim, 2 * kLanes)), value_stride(round_up(value_dim, 2 * kLanes)) {
-    const size_t lanes = size_t(num_blocks) * kLanes;
+    const size_t lanes = size_t(num_blocks) * kLanes, widened = int8_cache ? kDecodeTile : 0;
     carve(buffer, {{&queries, size_t(num_rows) * query_stride}, {&out, size_t(num_rows) * value_stride},
-                   {&highest, lanes}, {&sum, lanes}, {&scores, size_t(2) * kDecodeTile * 4}});
+                   {&highest, lanes}, {&sum, lanes}, {&scores, size_t(2) * kDecodeTile * 4},
+                   {&keys, widened * query_stride}, {&values, widened * value_stride},
+                   {&key_scales, widened * 4}, {&value_scales, widened * 4}});
   }
 };
 
@@ -284,6 +292,7 @@ struct Heads {
 template <typename T>
 struct TileRows {
   const T *keys[kDecodeTile], *values[kDecodeTile];
+  const float *key_scales = nullptr, *value_scales = nullptr;  // as the lanes of scores, or null
 };
 
 // One tile of tokens, while the next one is prefetched.
@@ -302,6 +311,7 @@ inline void decode_tile(const AttentionCall& call, const TileRows<T>& rows, cons
     for (int u = 0; u < kUnits && v + u < num_vecs; u++)
       for (int block = 0; block < kBlocks; block++) {
         Vec s = scores[block][u] * call.scale;
+        if (rows.key_scales) s *= load(rows.key_scales + (v + u) * kLanes);
         if (call.softcap > 0.0f) s = soft_cap(s, call.softcap);
         const IntVec token = lane_numbers() / kRows + (v + u) * kTokens;
         if (heads.slopes) {
@@ -327,8 +337,9 @@ inline void decode_tile(const AttentionCall& call, const TileRows<T>& rows, cons
       }
     }
     for (int v = 0; v < num_vecs; v++) {
-      const Vec weights = exp2_as<T>(load(scores_of(block, v)) * kLog2E - now * kLog2E);
+      Vec weights = exp2_as<T>(load(scores_of(block, v)) * kLog2E - now * kLog2E);
       total += weights;
+      if (rows.value_scales) weights *= load(rows.value_scales + v * kLanes);
       store_weights<T, kRows>(weights, v, scores_of(block, 0));
     }
     store(heads.sum + block * kLanes, total);
@@ -382,9 +393,42 @@ inline int padded_rows(int group_size) {
   return group_size <= 2 ? group_size : group_size <= 4 ? 4 : round_up(group_size, 8);
 }
 
-template <typename T, int kRows, int kMostHeads>
+template <bool kFirst, typename First, typename Second>
+inline const auto& choose(const First& first, const Second& second) {
+  if constexpr (kFirst) return first;
+  else return second;
+}
+
+// A tile of an int8 cache as the rows of `scratch`, while the next one, if any, is prefetched.
+template <int kRows, typename M>
+inline TileRows<M> widen_tile(const AttentionCall& call, const TileRows<int8_t>& rows, const TileRows<int8_t>& next,
+                              int count, DecodeScratch& scratch) {
+  TileRows<M> tile;
+  tile.key_scales = scratch.key_scales, tile.value_scales = scratch.value_scales;
+  for (int t = 0; t < kDecodeTile; t++) {
+    const int row = std::min(t, count - 1);  // those past its last token repeat it
+    M* const key = reinterpret_cast<M*>(scratch.keys + row * scratch.query_stride);
+    M* const value = reinterpret_cast<M*>(scratch.values + row * scratch.value_stride);
+    tile.keys[t] = key, tile.values[t] = value;
+    if (t < count) {
+      prefetch(next.keys[t], call.key_dim);
+      prefetch(next.values[t], call.value_dim);
+      widen_codes(rows.keys[t], call.key_dim, key);
+      widen_codes(rows.values[t], call.value_dim, value);
+    }
+    for (int r = 0; r < kRows; r++) {
+      scratch.key_scales[t * kRows + r] = scale_of(rows.keys[t], call.key_dim);
+      scratch.value_scales[t * kRows + r] = scale_of(rows.values[t], call.value_dim);
+    }
+  }
+  return tile;
+}
+
+template <typename T, typename Cached, int kRows, int kMostHeads>
 void decode(const AttentionCall& call, const DecodeItem& item, float* partial, DecodeScratch& scratch) {
   static_assert(kDecodeTile % (2 * kLanes / kRows) == 0);
+  using M = Multiplied<T, Cached>;
+  constexpr bool kWidens = !std::is_same_v<T, Cached>;
   const int group_size = call.num_q_heads / call.num_kv_heads, group_rows = padded_rows(group_size);
   const int num_rows = group_rows * item.num_heads, num_blocks = num_rows / kRows;
   const int query_stride = scratch.query_stride, value_stride = scratch.value_stride;
@@ -415,8 +459,8 @@ void decode(const AttentionCall& call, const DecodeItem& item, float* partial, D
   }
 
   // Rows of two tiles: of this one, and of the next one.
-  const T *keys[2][kDecodeTile], *values[2][kDecodeTile];
-  Rows<T> rows(call, item.sequence, item.tokens.begin);
+  const Cached *keys[2][kDecodeTile], *values[2][kDecodeTile];
+  Rows<Cached> rows(call, item.sequence, item.tokens.begin);
   const auto locate = [&](int start, int slot) {
     const int count = std::max(0, std::min(kDecodeTile, item.tokens.end - start));
     rows.next(count, keys[slot], values[slot]);
@@ -425,7 +469,7 @@ void decode(const AttentionCall& call, const DecodeItem& item, float* partial, D
     return count;
   };
   const auto of_head = [&](int slot, int head) {
-    TileRows<T> tile;
+    TileRows<Cached> tile;
     for (int t = 0; t < kDecodeTile; t++) {
       tile.keys[t] = keys[slot][t] + head * call.key_head_stride;
       tile.values[t] = values[slot][t] + head * call.value_head_stride;
@@ -440,8 +484,11 @@ void decode(const AttentionCall& call, const DecodeItem& item, float* partial, D
   for (int start = item.tokens.begin, slot = 0; start < item.tokens.end; slot ^= 1) {
     const int next_count = locate(start + count, slot ^ 1);
     for (int head = 0; head < item.num_heads; head++) {
-      const TileRows<T> tile = of_head(slot, item.first_head + head);
-      const TileRows<T> next = next_count ? of_head(slot ^ 1, item.first_head + head) : tile;
+      const TileRows<Cached> cached = of_head(slot, item.first_head + head);
+      const TileRows<Cached> cached_next = next_count ? of_head(slot ^ 1, item.first_head + head) : cached;
+      TileRows<M> widened;
+      if constexpr (kWidens) widened = widen_tile<kRows, M>(call, cached, cached_next, count, scratch);
+      const TileRows<M>&tile = choose<kWidens>(widened, cached), &next = choose<kWidens>(widened, cached_next);
       for (int first = 0; first < group_size; first += kMostHeads) {
         const int row = head * group_rows + first, block = row / kRows;
         const Heads heads{scratch.queries + row * query_stride,
@@ -451,7 +498,7 @@ void decode(const AttentionCall& call, const DecodeItem& item, float* partial, D
                           scratch.out + row * value_stride};
         constexpr int kLeast = kMostHeads == 8 ? 4 : kMostHeads == 4 ? 3 : kMostHeads;
         with_count<kLeast, kMostHeads>(std::min(kMostHeads, group_size - first), [&](auto num_heads) {
-          decode_tile<T, kRows, decltype(num_heads)::value>(call, tile, next, count, position - start, heads, scratch);
+          decode_tile<M, kRows, decltype(num_heads)::value>(call, tile, next, count, position - start, heads, scratch);
         });
       }
     }

@@ -37,13 +37,14 @@ struct PrefillItem {
 // One thread's working memory, sized for one tile.
 struct PrefillScratch {
   std::vector<float> buffer;
-  float *queries, *keys, *scores, *values, *out, *row_max, *row_sum, *wide;
+  float *queries, *keys, *scores, *values, *out, *row_max, *row_sum, *wide, *wide_values, *key_scales, *value_scales;
 
   PrefillScratch(int key_stride, int value_stride) {
     carve(buffer, {{&queries, size_t(kMaxRows) * key_stride}, {&keys, size_t(kTileTokens) * key_stride},
                    {&scores, size_t(kMaxRows) * kTileTokens}, {&values, size_t(kTileTokens) * value_stride},
                    {&out, size_t(kMaxRows) * value_stride}, {&row_max, kMaxRows}, {&row_sum, kMaxRows},
-                   {&wide, size_t(kLanes) * key_stride}});
+                   {&wide, size_t(kLanes) * round_up(key_stride, 2 * kLanes)},
+                   {&wide_values, size_t(2) * value_stride}, {&key_scales, kTileTokens}, {&value_scales, kTileTokens}});
   }
 };
 
@@ -150,13 +151,15 @@ inline void pack_values(const T* first, const T* second, int count, float* to) {
 }
 
 // Scores first_valid … end_valid - 1 of one row become weights, the others zeros; returns the factor by which earlier
-// sums shrink. `distance` is from the row's position to the tile's first token.
+// sums shrink. `distance` is from the row's position to the tile's first token; scales are of an int8 cache, or null.
 template <typename T>
 inline float softmax_row(const AttentionCall& call, float* scores, int num_vecs, int first_valid, int end_valid,
-                         int32_t distance, float slope, float* row_max, float* row_sum) {
+                         int32_t distance, float slope, const float* key_scales, const float* value_scales,
+                         float* row_max, float* row_sum) {
   Vec highest = broadcast(-kInf);
   for (int i = 0; i < num_vecs; i++) {
     Vec s = load(scores + i * kLanes) * call.scale;
+    if (key_scales) s *= load(key_scales + i * kLanes);
     if (call.softcap > 0.0f) s = soft_cap(s, call.softcap);
     const int base = i * kLanes;
     if (slope != 0.0f) {
@@ -177,8 +180,9 @@ inline float softmax_row(const AttentionCall& call, float* scores, int num_vecs,
   }
   Vec sum = {};
   for (int i = 0; i < num_vecs; i++) {
-    const Vec p = exp2_as<T>((load(scores + i * kLanes) - new_max) * kLog2E);
+    Vec p = exp2_as<T>((load(scores + i * kLanes) - new_max) * kLog2E);
     sum += p;
+    if (value_scales) p *= load(value_scales + i * kLanes);
     store_weights<T, 1>(p, i, scores);
   }
   const float shrink = std::exp(*row_max - new_max);  // exp(-inf) = 0 for the first tile
@@ -187,9 +191,10 @@ inline float softmax_row(const AttentionCall& call, float* scores, int num_vecs,
   return shrink;
 }
 
-template <typename T>
+template <typename T, typename Cached>
 void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch& scratch) {
-  constexpr bool kDots = kPairs<T>;
+  constexpr bool kDots = kPairs<T>, kWidens = !std::is_same_v<T, Cached>;
+  using M = Multiplied<T, Cached>;
   const int group_size = call.num_q_heads / call.num_kv_heads;
   const int rows = item.count * group_size;
   const int valid_dwords = kDots ? call.key_dim / 2 : call.key_dim;
@@ -220,8 +225,8 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
   std::fill(scratch.out, scratch.out + rows * value_stride, 0.0f);
 
   // Addresses of the cached rows, one tile ahead of the computation.
-  const T *key_rows[2][kTileTokens], *value_rows_at[2][kTileTokens];
-  Rows<T> source(call, item.sequence, span.begin);
+  const Cached *key_rows[2][kTileTokens], *value_rows_at[2][kTileTokens];
+  Rows<Cached> source(call, item.sequence, span.begin);
   auto locate = [&](int start, int slot) {
     const int count = std::min(kTileTokens, span.end - start);
     source.next(count, key_rows[slot], value_rows_at[slot]);
@@ -238,13 +243,19 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
     const int count = std::min(kTileTokens, span.end - start);
     const int num_vecs = round_up(count, kLanes) / kLanes;
     if (start + kTileTokens < span.end) locate(start + kTileTokens, slot ^ 1);
-    const T* const* keys = key_rows[slot];
-    const T* const* values = value_rows_at[slot];
+    const Cached* const* keys = key_rows[slot];
+    const Cached* const* values = value_rows_at[slot];
     for (int v = 0; v < num_vecs; v++) {
       const uint32_t* lanes[kLanes];
       for (int i = 0; i < kLanes; i++) {
-        const T* key = keys[std::min(v * kLanes + i, count - 1)];  // lanes past the end repeat a token and are masked
-        if constexpr (kDots || sizeof(T) == 4) {
+        // Lanes past the end repeat a token and are masked.
+        const Cached* key = keys[std::min(v * kLanes + i, count - 1)];
+        if constexpr (kWidens) {
+          float* const wide = scratch.wide + i * round_up(num_dwords, 2 * kLanes);
+          widen_codes(key, call.key_dim, reinterpret_cast<M*>(wide));
+          scratch.key_scales[v * kLanes + i] = scale_of(key, call.key_dim);
+          lanes[i] = reinterpret_cast<const uint32_t*>(wide);
+        } else if constexpr (kDots || sizeof(T) == 4) {
           lanes[i] = reinterpret_cast<const uint32_t*>(key);
         } else {
           widen(key, call.key_dim, scratch.wide + i * num_dwords);
@@ -254,9 +265,23 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
       transpose_dwords(lanes, valid_dwords, num_dwords, kLanes, packed_keys + v * kLanes * num_dwords);
     }
     const int tokens_per_step = kDots ? 2 : 1, num_steps = (count + tokens_per_step - 1) / tokens_per_step;
-    for (int t = 0; t < count; t += tokens_per_step)
-      pack_values(values[t], values[std::min(t + 1, count - 1)], call.value_dim,
-                  scratch.values + t / tokens_per_step * value_stride);
+    for (int t = 0; t < count; t += tokens_per_step) {
+      const Cached *first = values[t], *second = values[std::min(t + 1, count - 1)];
+      float* const to = scratch.values + t / tokens_per_step * value_stride;
+      if constexpr (!kWidens) {
+        pack_values(first, second, call.value_dim, to);
+      } else if constexpr (kDots) {
+        T* const wide = reinterpret_cast<T*>(scratch.wide_values);
+        widen_codes(first, call.value_dim, wide);
+        widen_codes(second, call.value_dim, wide + value_stride);
+        pack_values(wide, wide + value_stride, call.value_dim, to);
+      } else {
+        widen_codes(first, call.value_dim, to);
+      }
+    }
+    if constexpr (kWidens)
+      for (int t = 0; t < num_vecs * kLanes; t++)
+        scratch.value_scales[t] = scale_of(values[std::min(t, count - 1)], call.value_dim);
 
     score_rows<kDots>(queries, packed_keys, num_dwords, rows, num_vecs, scratch.scores);
     for (int r = 0; r < rows; r++) {
@@ -265,8 +290,8 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
       const float slope = slopes ? slopes[item.kv_head * group_size + r % group_size] : 0.0f;
       const float shrink =
           softmax_row<T>(call, scratch.scores + r * kTileTokens, num_vecs, std::max(0, seen.begin - start),
-                         std::min(count, seen.end - start), position - start, slope, scratch.row_max + r,
-                         scratch.row_sum + r);
+                         std::min(count, seen.end - start), position - start, slope, kWidens ? scratch.key_scales : nullptr,
+                         kWidens ? scratch.value_scales : nullptr, scratch.row_max + r, scratch.row_sum + r);
       if (shrink != 1.0f)
         for (int c = 0; c < value_stride; c += kLanes)
           store(scratch.out + r * value_stride + c, load(scratch.out + r * value_stride + c) * shrink);

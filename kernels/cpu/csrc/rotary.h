@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "call.h"
+#include "int8_rows.h"
 #include "rows.h"
 #include "team.h"
 #include "vector.h"
@@ -23,7 +24,8 @@ struct RotaryCall {
   int64_t key_block_stride, key_token_stride, key_head_stride;
   int64_t value_block_stride, value_token_stride, value_head_stride;
   int64_t num_blocks, block_tokens;
-  int32_t num_tokens, num_q_heads, num_kv_heads, dim, rotary_dim, columns, dtype, element_bytes;
+  int32_t num_tokens, num_q_heads, num_kv_heads, dim, rotary_dim, columns, dtype;
+  int32_t element_bytes;  // of the caches; 1: rows of int8_rows.h
   float query_eps, query_offset, key_eps, key_offset;
 };
 
@@ -77,12 +79,24 @@ void rotary_write(Team& team, const RotaryCall& call) {
     const T *c = cos + t * call.columns, *s = sin + t * call.columns;
     for (int32_t h = 0; h < call.num_q_heads; h++, head += call.head_stride)
       turn(call, head, head, query_weight, call.query_eps, call.query_offset, c, s);
-    T *key = head, *value = nullptr;
+    int64_t key_at = 0, value_at = 0;
     if (call.key_cache) {
       const int64_t block = call.slots[t] / call.block_tokens, within = call.slots[t] % call.block_tokens;
-      key = static_cast<T*>(call.key_cache) + block * call.key_block_stride + within * call.key_token_stride;
-      value = static_cast<T*>(call.value_cache) + block * call.value_block_stride + within * call.value_token_stride;
+      key_at = block * call.key_block_stride + within * call.key_token_stride;
+      value_at = block * call.value_block_stride + within * call.value_token_stride;
     }
+    if (call.key_cache && call.element_bytes == 1) {
+      auto *key = static_cast<int8_t*>(call.key_cache) + key_at, *value = static_cast<int8_t*>(call.value_cache) + value_at;
+      for (int32_t h = 0; h < call.num_kv_heads; h++, head += call.head_stride) {
+        turn(call, head, head, key_weight, call.key_eps, call.key_offset, c, s);
+        quantise_row(head, call.dim, key + h * call.key_head_stride);
+      }
+      for (int32_t h = 0; h < call.num_kv_heads; h++, head += call.head_stride)
+        quantise_row(head, call.dim, value + h * call.value_head_stride);
+      return;
+    }
+    T* const key = call.key_cache ? static_cast<T*>(call.key_cache) + key_at : head;
+    T* const value = call.key_cache ? static_cast<T*>(call.value_cache) + value_at : nullptr;
     const int64_t key_stride = call.key_cache ? call.key_head_stride : call.head_stride;
     for (int32_t h = 0; h < call.num_kv_heads; h++, head += call.head_stride)
       turn(call, head, key + h * key_stride, key_weight, call.key_eps, call.key_offset, c, s);

@@ -79,6 +79,14 @@ def test_8_bit_floats_take_half_the_cache(checkpoint: MakeCheckpoint) -> None:
     assert fp8.longest_tokens == pytest.approx(2 * own.longest_tokens, rel=0.01)
 
 
+def test_int8_rows_have_their_scales(checkpoint: MakeCheckpoint) -> None:
+    shared = {"model": str(checkpoint("llama", head_dim=32)), "dtype": "bfloat16", "device": "cpu"}
+    own, int8 = (ModelSize(EngineConfig(**shared, kv_dtype=kind)) for kind in ("auto", "int8"))  # type: ignore[arg-type]
+    assert int8.token_bytes * 64 == own.token_bytes * 36
+    with pytest.raises(ConfigError, match=r"int8 is read on CPUs only: use kv_dtype 'fp8_e4m3'"):
+        EngineConfig(**shared | {"device": "cuda"}, kv_dtype="int8")  # type: ignore[arg-type]
+
+
 def test_utilization_is_of_the_whole_device(checkpoint: MakeCheckpoint) -> None:
     folder = str(checkpoint("llama"))
     rooms = [

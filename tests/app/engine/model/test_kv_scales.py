@@ -144,6 +144,37 @@ def test_prefixes_and_swapped_blocks_keep_their_bytes(checkpoint: MakeCheckpoint
         assert llm.engine.load.take_activity().num_preempted["swap"] > 0
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bamba"])
+def test_int8_passes_the_self_test(name: str, checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "folio.app.engine")
+    for attention in ("cpu", "reference"):
+        caplog.clear()
+        tokens_of(checkpoint(name), prompts(5, 90), kv_dtype="int8", attention=attention)
+        [rounding] = re.findall(r"relative difference of logits (\S+)", caplog.text)
+        assert 1e-4 < float(rounding) < 0.1
+
+
+def test_prefixes_swaps_and_ranks_in_int8(checkpoint: MakeCheckpoint) -> None:
+    folder = checkpoint("llama")
+    common = prompts(96)[0]
+    asked = [common + prompt for prompt in prompts(9, 40, 70)]
+    expected = tokens_of(folder, asked, kv_dtype="int8", prefix_cache=False)
+    assert share_of_equal(tokens_of(folder, asked + asked, kv_dtype="int8"), expected * 2) > 0.9
+    engine = Engine(
+        EngineConfig(model=str(folder), **settings_of(kv_dtype="int8", tensor_parallel_size=2)), thread_ranks
+    )
+    try:
+        assert share_of_equal(run(engine, asked, GREEDY), expected) > 0.8
+    finally:
+        engine.close()
+    asked, params = prompts(*[60] * 6), replace(GREEDY, max_tokens=40)
+    with LLM(folder, **settings_of(kv_dtype="int8")) as llm:
+        expected = run(llm.engine, asked, params)
+    with LLM(folder, **settings_of(kv_dtype="int8", kv_memory_bytes=88 << 10, preemption="swap")) as llm:
+        assert share_of_equal(run(llm.engine, asked, params), expected) > 0.9
+        assert llm.engine.load.take_activity().num_preempted["swap"] > 0
+
+
 def test_ranks_have_the_scales_of_their_heads(checkpoint: MakeCheckpoint) -> None:
     config = EngineConfig(model=str(checkpoint("llama")), **settings_of(kv_dtype="fp8_e4m3", attention="reference"))
     outputs = []

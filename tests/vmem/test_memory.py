@@ -498,6 +498,20 @@ def test_the_prompt_that_waits_finds_its_blocks(
     assert do_background(memory) < 100
 
 
+def test_steps_that_need_nothing_leave_the_mapper_asleep(still: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = still(num_pages=40)
+    sequence = begin(memory, 16)
+    do_background(memory)
+    notified: list[bool] = []
+    monkeypatch.setattr(memory.lock, "notify_all", lambda: notified.append(True))
+    memory.plan([])
+    assert notified.pop()  # a sequence has begun
+    memory.plan([StepDemand(sequence, 8, 16)])
+    assert not notified
+    memory.plan([StepDemand(sequence, 16, 48)])
+    assert notified.pop()
+
+
 @pytest.mark.parametrize("idle_release_s", [0.0, 0.05])
 def test_a_prompt_that_never_begins_keeps_no_memory(make: Make, idle_release_s: float) -> None:
     """Regression: a request that was cancelled after the last step was expected for ever. Its region was unmapped as

@@ -11,6 +11,7 @@ import torch
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine
+from folio.app.engine.layers import cpu_layer
 from folio.app.engine.layers.fused_layer import FusedLayer
 from folio.app.engine.model.loader import load_model
 from tests.app.engine.runs import generate_staggered, layers_in_one_call
@@ -65,3 +66,43 @@ def test_same_tokens(
         outputs.append(generate_staggered(engine, prompts, params))
         engine.close()
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("reads", ["nothing", "between", "after all", "after the step"])
+def test_layers_that_follow_each_other_are_one_call(
+    reads: str, checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that reads the output of a layer, at once or when later ones have run, changes no token."""
+    if not has_layers(torch.float32):
+        pytest.skip("no layers in one call here")
+    counts: list[int] = []
+
+    def counted(hidden: torch.Tensor, layers: Any, workspace: Any) -> torch.Tensor:
+        counts.append(len(layers))
+        return run_layers(hidden, layers, workspace)
+
+    run_layers = cpu_layer.run_layers
+    monkeypatch.setattr(cpu_layer, "run_layers", counted)
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), skip_tokenizer_init=True))
+    expected = generate_staggered(engine, [tokens(9, 0)], params)
+    model: Any = engine.executor.model.module
+    kept: list[torch.Tensor] = []
+    first, last = model.model.layers[0], model.model.layers[2]
+
+    def read(*_: Any) -> None:
+        for out in kept:
+            out.sum()
+
+    if reads != "nothing":
+        first.register_forward_hook(lambda _, __, out: kept.append(out))
+    if reads in ("between", "after all"):
+        {"between": first, "after all": last}[reads].register_forward_hook(read)
+    counts.clear()
+    assert generate_staggered(engine, [tokens(9, 0)], params) == expected
+    per_step = {"nothing": [3], "after the step": [3], "between": [1, 2], "after all": [1, 3]}[reads]
+    assert counts == per_step * 4
+    if reads == "after the step":
+        with pytest.raises(RuntimeError, match="read after its step"):
+            kept[0].sum()
+    engine.close()

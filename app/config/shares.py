@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from folio.app.config.checkpoint_sizes import read_header, text_config
-from folio.app.config.quantised import LEAST_GROUP, READ_AS_BFLOAT16, read_scheme
+from folio.app.config.quantised import LEAST_GROUP, READ_AS_BFLOAT16, Scheme, read_scheme
 from folio.app.models.gguf.architectures import parameters
 from folio.app.models.gguf.files import read_gguf
 from folio.app.models.gguf.folder import gguf_files
@@ -30,11 +30,8 @@ def share_faults(folder: Path, config: Mapping[str, Any], size: int) -> Iterator
     """
     quantization, text, files = config.get("quantization_config"), text_config(config), gguf_files(folder)
     scheme = None if quantization is None else read_scheme(quantization)
-    if scheme is not None and scheme.group is not None and config["quantization_config"].get("desc_act"):
-        yield f"the inputs of {folder} are grouped by their activations (desc_act), which one rank can compute: use 1"
-        return
-    if has_experts(text) and (files or (scheme is not None and scheme.method not in READ_AS_BFLOAT16)):
-        yield f"the experts of {files[0] if files else folder} are quantised, which one rank can compute: use 1"
+    if (reason := _reason_for_one(folder, config, scheme)) is not None:
+        yield f"{reason}, which one rank can compute: use 1"
         return
     found = _of_gguf(files[0]) if files else () if scheme is None else _of_tensors(folder, text)
     layers = sorted({(_LAYER.sub("", name), inputs, group) for name, inputs, group in found})  # of all layers one
@@ -46,6 +43,16 @@ def share_faults(folder: Path, config: Mapping[str, Any], size: int) -> Iterator
             f"it would cut groups of the {inputs} inputs of {name} in {files[0] if files else folder}, which have one "
             f"scale for each {group}: use {fitting[-1]}"
         )
+
+
+def _reason_for_one(folder: Path, config: Mapping[str, Any], scheme: Scheme | None) -> str | None:
+    """What of the model only one rank computes."""
+    if scheme is not None and scheme.group is not None and config["quantization_config"].get("desc_act"):
+        return f"the inputs of {folder} are grouped by their activations (desc_act)"
+    packed = scheme.method not in READ_AS_BFLOAT16 if scheme is not None else bool(gguf_files(folder))
+    if packed and has_experts(text_config(config)):
+        return f"the experts of {next(iter(gguf_files(folder)), folder)} are quantised"
+    return None
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

@@ -47,3 +47,11 @@ def test_checkpoints(kind: str, settings: dict[str, Any], make_checkpoint: MakeC
             assert fault.endswith("for each 32: use 2")
         assert list(rank_faults(dense, ranks)) == []
     assert list(rank_faults(folder, 1)) == []
+
+
+def test_quantised_experts_have_one_rank(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source = make_checkpoint("mixtral", **SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2})
+    folder, dense = write_quantised(source, "int4", tmp_path)
+    [fault] = rank_faults(folder, 2)
+    assert fault.endswith("are quantised, which one rank can compute: use 1")
+    assert list(rank_faults(folder, 1)) == list(rank_faults(dense, 2)) == []

@@ -1,6 +1,6 @@
 """A hundred JSON schemas, and how many answers of a model are valid under theirs.
 
-Strings, arrays, recursion and numbers are bounded, so that the longest valid answer ends before the token limit: an
+Strings, arrays, nesting and numbers are bounded, so that the longest valid answer ends before the token limit: an
 answer that does not end is not valid. Schemas have only keywords that Folio enforces (`docs/guides`, structured
 output).
 """
@@ -97,10 +97,12 @@ class _Maker:
         return {"$ref": f"#/$defs/{name}"}
 
     def _chain(self, _: int) -> Schema:
-        """A list whose end is null; short, because its links are constants."""
-        following = {"anyOf": [{"$ref": "#/$defs/Link"}, {"type": "null"}]}
-        self._definitions["Link"] = _closed({"link": {"const": "next"}, "following": following})
-        return {"$ref": "#/$defs/Link"}
+        """A list of at most three links, whose end is null. A definition of itself would have no longest answer."""
+        following: Schema = {"type": "null"}
+        for name in ("Third", "Second", "First"):
+            self._definitions[name] = _closed({"link": {"const": "next"}, "following": following})
+            following = {"anyOf": [{"$ref": f"#/$defs/{name}"}, {"type": "null"}]}
+        return {"$ref": "#/$defs/First"}
 
     def _one_of(self, depth: int) -> Schema:
         kinds = self._random.sample(WORDS, 2)

@@ -37,7 +37,7 @@ PATTERNS = (
     ),
 )
 FORMATS = ("date-time", "date", "email", "ipv4", "ipv6", "uuid")
-TEMPERATURE, MAX_TOKENS = 0.7, 1024
+TEMPERATURE, MAX_TOKENS = 0.7, 512
 Schema = dict[str, Any]
 
 

@@ -36,7 +36,7 @@ from folio.app.config.engine import KVDtype, Quantization
 from folio.app.engine import LLM
 
 NUM_WORDS, QUICK_WORDS = 20_000, 900  # of which llama-perplexity needs two windows
-NUM_SCHEMAS, QUICK_SCHEMAS, TOLD_SHARE = 100, 3, 4  # one schema of four is also told without being enforced
+NUM_SCHEMAS, QUICK_SCHEMAS, TOLD_SHARE = 100, 3, 10  # one schema of ten is also told without being enforced
 INSTRUCTED = "smollm2"  # the one that answers
 # Variant → settings of the engine, on the dequantised weights. The first is what the others are measured against.
 BASE = "bfloat16"

@@ -6,17 +6,19 @@ with a seed; a share of equal outputs below 1 is a defect. Eviction gives up cac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.harness import ROOT
 from benchmarks.quality.text import prose
 from folio.app.engine import LLM, SamplingParams
+from folio.vmem import MemoryReport
 
 Outputs = list[list[int]]
 PASSAGE_WORDS, PRESSED_SHARE, TEMPERATURE = 120, 0.5, 0.7
 SETTINGS: dict[str, Any] = {"dtype": "float32", "prefix_cache": False}
+PRESSED = "summary"  # the requests of prefix caching, eviction and preemption
 SOURCE = "benchmarks/harness.py"  # the code of which requests are about
 ASKED = {
     "copy": "Write this text again, word for word:",
@@ -50,25 +52,36 @@ def measure(model: str, sizes: Sizes) -> dict[str, float]:
         tokenizer = plain.engine.model.tokenizer
         asked = {kind: prompts(tokenizer, sizes.requests, kind) for kind in ASKED}
         expected = {kind: _outputs(plain, asked[kind], sizes.new_tokens) for kind in ASKED}
-    figures = {}
-    for kind in ASKED:
-        figures |= _speculation(model, kind, asked[kind], expected[kind], sizes)
-    pressed = asked["summary"], expected["summary"], sizes
-    return figures | _prefixes(model, *pressed) | _eviction(model, *pressed) | _preemption(model, *pressed)
+        memory = _Memory.of(plain.engine.report(), asked[PRESSED], expected[PRESSED])
+    pressed = asked[PRESSED], expected[PRESSED], sizes
+    return (
+        _speculation(model, asked, expected, sizes)
+        | _prefixes(model, *pressed)
+        | _eviction(model, *pressed, memory)
+        | _preemption(model, *pressed, memory)
+    )
 
 
-def _speculation(model: str, kind: str, asked: Outputs, expected: Outputs, sizes: Sizes) -> dict[str, float]:
+def _speculation(
+    model: str, asked: Mapping[str, Outputs], expected: Mapping[str, Outputs], sizes: Sizes
+) -> dict[str, float]:
     """One request after the other, with n-gram drafts."""
+    figures = {}
     with LLM(model, speculation="ngram", **SETTINGS) as llm:
-        found = [output for i in range(len(asked)) for output in _outputs(llm, asked[i : i + 1], sizes.new_tokens, i)]
         speculation = llm.engine.speculation
         assert speculation is not None
-        counts = speculation.counts
-    return {
-        f"ngram_{kind}_acceptance": counts.accepted_tokens / max(counts.draft_tokens, 1),
-        f"ngram_{kind}_accepted_share": counts.accepted_tokens / sum(map(len, found)),
-        f"ngram_{kind}_tokens_equal": _equal(found, expected),
-    }
+        drafted = accepted = 0
+        for kind in ASKED:
+            found = _one_by_one(llm, asked[kind], sizes.new_tokens)
+            counts = speculation.counts
+            drafts, right = counts.draft_tokens - drafted, counts.accepted_tokens - accepted
+            drafted, accepted = counts.draft_tokens, counts.accepted_tokens
+            figures |= {
+                f"ngram_{kind}_acceptance": right / max(drafts, 1),
+                f"ngram_{kind}_accepted_share": right / sum(map(len, found)),
+                f"ngram_{kind}_tokens_equal": _equal(found, expected[kind]),
+            }
+    return figures
 
 
 def _prefixes(model: str, asked: Outputs, expected: Outputs, sizes: Sizes) -> dict[str, float]:
@@ -84,40 +97,46 @@ def _prefixes(model: str, asked: Outputs, expected: Outputs, sizes: Sizes) -> di
     }
 
 
-def _eviction(model: str, asked: Outputs, expected: Outputs, sizes: Sizes) -> dict[str, float]:
-    """The same requests twice, one after the other, with memory for a part of their tokens."""
-    pool = _pool_bytes(model, asked, sizes)
-    with LLM(
-        model, **SETTINGS | {"prefix_cache": True}, kv_memory_bytes=pool, max_model_len=_most(asked, sizes)
-    ) as llm:
-        for _ in range(2):
-            found = [out for i in range(len(asked)) for out in _outputs(llm, asked[i : i + 1], sizes.new_tokens, i)]
+def _eviction(model: str, asked: Outputs, expected: Outputs, sizes: Sizes, memory: _Memory) -> dict[str, float]:
+    """The same requests twice, one after the other."""
+    with LLM(model, **SETTINGS | {"prefix_cache": True}, **memory.settings()) as llm:
+        _one_by_one(llm, asked, sizes.new_tokens)
+        found = _one_by_one(llm, asked, sizes.new_tokens)
         evicted = llm.engine.report().evicted_blocks
     return {"evicted_blocks": float(evicted), "eviction_tokens_equal": _equal(found, expected)}
 
 
-def _preemption(model: str, asked: Outputs, expected: Outputs, sizes: Sizes) -> dict[str, float]:
-    """All requests at once, with memory for a part of their tokens."""
-    pool, most = _pool_bytes(model, asked, sizes), _most(asked, sizes)
+def _preemption(model: str, asked: Outputs, expected: Outputs, sizes: Sizes, memory: _Memory) -> dict[str, float]:
+    """All requests at once."""
     figures = {}
     for way in ("swap", "recompute"):
-        with LLM(model, preemption=way, max_model_len=most, kv_memory_bytes=pool, **SETTINGS) as llm:
+        with LLM(model, preemption=way, **SETTINGS, **memory.settings()) as llm:
             found = _outputs(llm, asked, sizes.new_tokens)
             figures[f"preempted_by_{way}"] = float(llm.engine.scheduler.begun.num_preempted[way])
         figures[f"{way}_tokens_equal"] = _equal(found, expected)
     return figures
 
 
-def _pool_bytes(model: str, asked: Outputs, sizes: Sizes) -> int:
-    """Memory for a part of the tokens of all requests."""
-    with LLM(model, **SETTINGS) as llm:
-        report = llm.engine.report()
-    tokens = int(PRESSED_SHARE * sum(len(prompt) + sizes.new_tokens for prompt in asked))
-    return report.anchor_bytes + sum(g.block_bytes * (tokens // g.block_tokens + 1) for g in report.groups)
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Memory for a part of the tokens of all outputs."""
+
+    kv_memory_bytes: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, report: MemoryReport, asked: Outputs, expected: Outputs) -> _Memory:
+        lengths = [len(asked[i // 2]) + len(output) for i, output in enumerate(expected)]
+        tokens = int(PRESSED_SHARE * sum(lengths))
+        size = sum(g.block_bytes * (tokens // g.block_tokens + 1) for g in report.groups)
+        return cls(report.anchor_bytes + size, max(lengths) + 1)
+
+    def settings(self) -> dict[str, int]:
+        return asdict(self)
 
 
-def _most(asked: Outputs, sizes: Sizes) -> int:
-    return max(map(len, asked)) + sizes.new_tokens
+def _one_by_one(llm: LLM, asked: Outputs, new_tokens: int) -> Outputs:
+    return [output for i in range(len(asked)) for output in _outputs(llm, asked[i : i + 1], new_tokens, i)]
 
 
 def _outputs(llm: LLM, asked: Sequence[list[int]], new_tokens: int, first: int = 0) -> Outputs:

@@ -66,7 +66,7 @@ def _speculation(
     model: str, asked: Mapping[str, Outputs], expected: Mapping[str, Outputs], sizes: Sizes
 ) -> dict[str, float]:
     """One request after the other, with n-gram drafts."""
-    figures = {}
+    figures: dict[str, float] = {}
     with LLM(model, speculation="ngram", **SETTINGS) as llm:
         speculation = llm.engine.speculation
         assert speculation is not None
@@ -108,7 +108,7 @@ def _eviction(model: str, asked: Outputs, expected: Outputs, sizes: Sizes, memor
 
 def _preemption(model: str, asked: Outputs, expected: Outputs, sizes: Sizes, memory: _Memory) -> dict[str, float]:
     """All requests at once."""
-    figures = {}
+    figures: dict[str, float] = {}
     for way in ("swap", "recompute"):
         with LLM(model, preemption=way, **SETTINGS, **memory.settings()) as llm:
             found = _outputs(llm, asked, sizes.new_tokens)

@@ -217,7 +217,7 @@ class PreparedLayer:
     def __init__(self, layer: CpuLayer, heads: torch.Tensor, parts: StepParts, caches: Caches) -> None:
         self.layer, self.parts, self.caches = layer, parts, caches
         self._heads = heads  # kept: the fields have its address
-        pointers = (_LayerCache * len(caches))(*((keys.data_ptr(), values.data_ptr()) for keys, values in caches))
+        pointers = (_LayerCache * len(caches))(*(_LayerCache(k.data_ptr(), v.data_ptr()) for k, v in caches))
         self.fields = _LayerCall(ctypes.pointer(layer.fields), heads.data_ptr(), parts.fields, pointers, len(caches))
 
 

@@ -78,10 +78,10 @@ class RoundingProbe(AttentionHandler):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking
     ) -> torch.Tensor:
         if (scales := self._scales.get(layer)) is None:
-            rounded = [int8_cache.dequantise(int8_cache.quantise(new), new.dtype) for new in (key, value)]
+            key, value = (int8_cache.dequantise(int8_cache.quantise(new), new.dtype) for new in (key, value))
         else:
-            rounded = [self._rounded(key, scales.key), self._rounded(value, scales.value)]
-        return self._handler.attend(layer, query, *rounded, masking)
+            key, value = self._rounded(key, scales.key), self._rounded(value, scales.value)
+        return self._handler.attend(layer, query, key, value, masking)
 
     def _rounded(self, new: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         most = torch.finfo(self._dtype).max

@@ -4,7 +4,8 @@ The models of `benchmarks.real_models`; texts are this repository's documentatio
 
 - perplexity of 20,000 words, in windows of 512 tokens whose second halves are scored: the GGUF file as Folio serves it,
   beside transformers on the dequantised weights in float32, and beside llama.cpp's `llama-perplexity` on the file;
-  the dequantised weights in bfloat16, and from them int8 and int4 made at load, and each `kv_dtype`
+  and of SmolLM2's first 5,000 words: the dequantised weights in bfloat16, and from them int8 and int4 made at load,
+  and each `kv_dtype`
 - for each, the share of tokens with the same first choice as transformers'
 - 100 JSON schemas: the share of sampled outputs that are valid, enforced and only told in the prompt
 - speculation, prefix caching and preemption: `benchmarks.quality.features`
@@ -29,13 +30,14 @@ from benchmarks import harness, real_models
 from benchmarks.picture import OURS, RIVALS, bars, picture
 from benchmarks.quality import features, schemas
 from benchmarks.quality.perplexity import WINDOW, Predictions, by_folio, by_transformers, windows
-from benchmarks.quality.text import prose
+from benchmarks.quality.text import first_words, prose
 from benchmarks.rivals import llama_cpp
 from benchmarks.rivals.processes import FOLDER
 from folio.app.config.engine import KVDtype, Quantization
 from folio.app.engine import LLM
 
 NUM_WORDS, QUICK_WORDS = 20_000, 900  # of which llama-perplexity needs two windows
+VARIANT_WORDS = 5_000  # of which the variants are scored
 NUM_SCHEMAS, QUICK_SCHEMAS, TOLD_SHARE = 100, 3, 10  # one schema of ten is also told without being enforced
 INSTRUCTED = "smollm2"  # the one that answers
 # Variant → settings of the engine, on the dequantised weights. The first is what the others are measured against.
@@ -52,19 +54,22 @@ def measure(
     file: Path, plain: Path, text: str, variants: Mapping[str, dict[str, str]]
 ) -> Iterator[tuple[str, Predictions]]:
     """Predictions by variant: transformers' first, then the packed file's."""
-    parts = windows(AutoTokenizer.from_pretrained(plain), text)
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    parts = windows(tokenizer, text)
+    first = parts[: len(windows(tokenizer, first_words(text, VARIANT_WORDS)))]
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     yield "reference", by_transformers(model, parts)
     del model
     for name, settings in {"packed": {}, **variants}.items():
         with LLM(plain if name in variants else file, prefix_cache=False, **settings) as llm:
-            yield name, by_folio(llm, parts)
+            yield name, by_folio(llm, first if name in variants else parts)
 
 
 def perplexities(name: str, file: Path, plain: Path, text: str, args: argparse.Namespace) -> dict[str, float]:
     """Perplexities of a model by variant, and shares of equal first choices."""
     found: dict[str, float] = {}
-    variants = {n: s for n, s in VARIANTS.items() if not args.quick or n in QUICK_VARIANTS}
+    chosen = (QUICK_VARIANTS if args.quick else VARIANTS) if name == INSTRUCTED else ()
+    variants = {variant: VARIANTS[variant] for variant in chosen}
     reference: Predictions | None = None
     for variant, predictions in measure(file, plain, text, variants):
         reference = reference or predictions

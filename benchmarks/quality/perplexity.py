@@ -32,8 +32,9 @@ class Predictions:
         return math.exp(-sum(self.logprobs) / len(self.logprobs))
 
     def agreement(self, other: Predictions) -> float:
-        """Share of tokens with the same first choice."""
-        return sum(a == b for a, b in zip(self.likeliest, other.likeliest, strict=True)) / len(self.likeliest)
+        """Share of tokens with the same first choice as the other predictions', which may be of a longer text."""
+        count = len(self.likeliest)
+        return sum(a == b for a, b in zip(self.likeliest, other.likeliest[:count], strict=True)) / count
 
 
 def windows(tokenizer: Any, text: str, most: int | None = None) -> list[list[int]]:

@@ -17,7 +17,12 @@ def prose(num_words: int) -> str:
     pages = [page for folder in FOLDERS for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
     text = "\n\n".join(_LINK.sub(r"\1", _NOT_PROSE.sub("", page.read_text())) for page in pages)
     text = re.sub(r"\n\s*\n", "\n\n", text).strip()
+    if (found := len(text.split())) < num_words:
+        raise RuntimeError(f"the documentation has {found} words, and {num_words} are needed")
+    return first_words(text, num_words)
+
+
+def first_words(text: str, num_words: int) -> str:
+    """The text up to the end of this word, or all of it."""
     ends = [word.end() for word in re.finditer(r"\S+", text)]
-    if len(ends) < num_words:
-        raise RuntimeError(f"the documentation has {len(ends)} words, and {num_words} are needed")
-    return text[: ends[num_words - 1]]
+    return text[: ends[min(num_words, len(ends)) - 1]]

@@ -32,8 +32,8 @@ ASKED = {
 class Sizes:
     """Size of the measurement: requests, and new tokens of each."""
 
-    requests: int = 8
-    new_tokens: int = 96
+    requests: int = 4
+    new_tokens: int = 48
 
 
 def prompts(tokenizer: Any, count: int, kind: str) -> list[list[int]]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
-from folio.app.api.output.schemas import enforceable
 from folio.app.engine import LLM, SamplingParams, Structure
 
 SEED = 7
@@ -160,6 +159,8 @@ def make_schemas(count: int) -> list[Schema]:
 
 def ask(llm: LLM, schemas: Sequence[Schema], *, enforced: bool) -> list[str]:
     """A sampled output for each schema, as by `response_format` if enforced; one that does not end is cut."""
+    from folio.app.api.output.schemas import enforceable  # needs pydantic, which a GPU machine may lack
+
     tokenizer: Any = llm.engine.model.tokenizer
     prompts: list[str | list[int]] = []
     params = []

@@ -158,7 +158,7 @@ def test_other_machines_reach_two_ports_that_ask_for_rays_token(command: Command
     reached = [
         (process, port) for process, found in sockets.items() for address, port in found if not address.is_loopback
     ]
-    titles = sorted(process.cmdline()[0].strip() for process, _ in reached)
+    titles = sorted(process.cmdline()[0].strip().partition(".")[0] for process, _ in reached)  # without the method
     assert titles == ["ray::ServeReplica:folio:EngineReplica", "ray::ServeReplica:folio:Ingress"]
     assert sum(map(len, sockets.values())) > 10
     for _, port in reached:

@@ -25,10 +25,6 @@ from folio.kernels import CpuLinear, QuantisedWeight, quantise
 from tests.app.engine.model.quantised_checkpoints import KINDS, ROUNDED, load, logits_of
 from tests.conftest import EXPERTS, SMALL, MakeCheckpoint
 
-pytestmark = pytest.mark.skipif(
-    CpuLinear().unsupported(torch.float32) is not None, reason="packed weights need a processor with AVX2 or NEON"
-)
-
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", SMALL | EXPERTS | {"head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen2_moe": ("qwen2_moe", SMALL | EXPERTS),
@@ -38,6 +34,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | {"head_dim": 32, "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def products() -> None:
+    if reason := CpuLinear().unsupported(torch.float32):
+        pytest.skip(reason)
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

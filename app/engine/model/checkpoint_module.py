@@ -24,7 +24,7 @@ from folio.app.config.engine import Quantization, ResolvedConfig
 from folio.app.config.machine import Machine
 from folio.app.config.shares import has_experts
 from folio.app.engine.layers import attention, recurrent
-from folio.app.engine.layers.experts import quantise_experts
+from folio.app.engine.layers.experts import experts_of, quantise_experts
 from folio.app.engine.layers.fused_layer import fuse_layers
 from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
 from folio.app.engine.layers.fusion_record import FusionRecord
@@ -218,10 +218,18 @@ def _quantise(module: Any, config: ResolvedConfig, record: FusionRecord) -> None
         record,
         packed_by(rounding_product(linear, bits)),
     )
-    if device.type == "cpu" and config.tensor_parallel_size == 1:  # elsewhere experts stay as they are
-        num_fused += quantise_experts(module, bits)
+    num_experts = 0
+    if device.type == "cpu" and config.tensor_parallel_size == 1:
+        num_experts = quantise_experts(module, bits)
+    elif any(experts_of(module)):
+        logger.warning(
+            "the experts of %r keep their dtype: they are quantised on CPUs with one rank only", config.model
+        )
     num_few = 0 if few is None else use_few_row_products(module, few)
-    logger.info("fused %d modules, %d with products of few rows; linear layers in %d bits", num_fused, num_few, bits)
+    logger.info(
+        "fused %d modules, %d with products of few rows; linear layers, and experts of %d modules, in %d bits",
+        *(num_fused, num_few, num_experts, bits),
+    )
 
 
 def quantised_dtype(config: ResolvedConfig, hf_config: PreTrainedConfig) -> torch.dtype:

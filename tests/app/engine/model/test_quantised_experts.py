@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from folio.app.engine.layers.experts import ExpertProduct, PackedExperts, expert
 from folio.app.engine.model import stored_module
 from folio.app.engine.model.loader import load_model
 from folio.app.engine.model.quantised_experts import ExpertReader
+from folio.app.errors import ModelError
 from folio.app.models.weights.store import WeightStore
 from folio.kernels import CpuLinear, QuantisedWeight, quantise
 from tests.app.engine.model.quantised_checkpoints import KINDS, ROUNDED, load, logits_of
@@ -139,6 +141,15 @@ class Weights(dict[str, torch.Tensor | QuantisedWeight]):
 
     def read(self, name: str) -> torch.Tensor | QuantisedWeight:
         return self[name]
+
+
+def test_ranks_refuse_packed_experts(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    kind, sizes = MODELS["mixtral"]
+    _, packed = written(checkpoint(kind, **sizes), tmp_path, "int4")
+    config = EngineConfig(model=str(packed), dtype="float32", skip_tokenizer_init=True, tensor_parallel_size=2)
+    comm: Any = SimpleNamespace(rank=0, size=2)
+    with pytest.raises(ModelError, match="experts are quantised, which one rank computes so far"):
+        load_model(config.on_device("cpu"), comm)
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])

@@ -12,9 +12,9 @@
 // Scales are [tile][group][1, or 2 with offsets][lane] halves; of two levels, bytes like this, beside super scales
 // [tile][8 slabs][1 or 2][lane] in halves.
 //
-// Rows are packed in panels, slab by slab. In bfloat16 they are rounded to 8 bits, with a scale for each slab, and the
-// sums of a slab are exact; in float32 they are not rounded. A result depends neither on other rows nor on the number
-// of threads.
+// Rows are packed in panels, slab by slab. In bfloat16 they are rounded to 8 bits, with a scale for each slab, or to 16
+// where the slab's largest value stands out in its row, and most of the error would be; the sums of a slab are exact.
+// In float32 they are not rounded. A result depends neither on other rows nor on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -162,11 +162,14 @@ struct Tile {
   }
 };
 
-// Rows of a panel in 8 bits: of each slab [word][row], then a row's scale, then the sums of each half of the slab.
+// Rows of a panel in codes of 8 or 16 bits: of each slab [word][row] of the upper 8 bits, a row's scale, the sums of the
+// codes of each half of the slab, whether any row has 16, and then [word][row] of the lower 8, signed like the upper.
 struct RoundedRows {
-  static constexpr int kSlabWords = kWords + 3;
+  static constexpr int kScale = kWords, kSums = kScale + 1, kLong = kSums + 2, kLower = kLong + 1;
+  static constexpr int kSlabWords = kLower + kWords;
   typedef int32_t Value;
 };
+constexpr float kOutstanding = 1.5f;  // times the mean of the slabs' largest values: one slab of seven in SmolLM2
 // Unrounded rows: of each slab [input][row], then the sums of each half.
 struct FloatRows {
   static constexpr int kSlabWords = kSlab + 2;
@@ -193,41 +196,76 @@ inline Vec load_ordered(const T* x, const int32_t* order, int64_t count) {
   return v;
 }
 
+// A slab of a row.
+template <typename T>
+inline void load_slab(const T* x, int64_t inputs, const int32_t* order, int64_t slab, Vec (&halves)[2]) {
+  for (int h = 0; h < 2; h++) {
+    const int64_t at = slab * kSlab + h * kLanes;
+    if (at >= inputs) halves[h] = Vec{};
+    else if (order) halves[h] = load_ordered(x, order + at, inputs - at);
+    else halves[h] = load_some(x + at, inputs - at);
+  }
+}
+
 // Pack slabs begin … end - 1 of the rows of one panel.
 template <typename T>
-void pack_rows(const T* x, void* panel, int64_t count, int64_t inputs, const int32_t* order, int64_t begin,
-               int64_t end) {
-  using Rows = RowsOf<T>;
-  typedef int8_t Codes __attribute__((vector_size(kLanes)));
+void pack_rows(const T* x, float* panel, int64_t count, int64_t inputs, const int32_t* order, int64_t begin,
+                 int64_t end) {
+  Vec halves[2];
   for (int64_t slab = begin; slab < end; slab++) {
-    auto* const to = static_cast<typename Rows::Value*>(panel) + slab * count * Rows::kSlabWords;
+    float* const to = panel + slab * count * FloatRows::kSlabWords;
     for (int64_t r = 0; r < count; r++) {
-      Vec halves[2];
+      load_slab(x + r * inputs, inputs, order, slab, halves);
+      for (int i = 0; i < kSlab; i++) to[i * count + r] = halves[i / kLanes][i % kLanes];
+      for (int h = 0; h < 2; h++) to[(kSlab + h) * count + r] = sum_lanes(halves[h]);
+    }
+  }
+}
+
+// At most `kPackedSlabs`.
+template <typename T>
+void pack_rows(const T* x, int32_t* panel, int64_t count, int64_t inputs, const int32_t* order, int64_t begin,
+                  int64_t end) {
+  using Rows = RoundedRows;
+  typedef int8_t Codes __attribute__((vector_size(kLanes)));
+  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  float largest[kPackedSlabs];
+  Vec halves[2];
+  for (int64_t slab = begin; slab < end; slab++) panel[(slab * Rows::kSlabWords + Rows::kLong) * count] = 0;
+  for (int64_t r = 0; r < count; r++) {
+    float total = 0.0f;
+    for (int64_t slab = begin; slab < end; slab++) {
+      load_slab(x + r * inputs, inputs, order, slab, halves);
+      const Vec magnitudes[2] = {halves[0] < 0.0f ? -halves[0] : halves[0], halves[1] < 0.0f ? -halves[1] : halves[1]};
+      total += largest[slab - begin] = highest_lane(max_vec(magnitudes[0], magnitudes[1]));
+    }
+    const float outstanding = total * (kOutstanding / static_cast<float>(end - begin));
+    for (int64_t slab = begin; slab < end; slab++) {
+      int32_t* const to = panel + slab * Rows::kSlabWords * count;
+      const float most = largest[slab - begin];
+      const bool is_long = most > outstanding;
+      const float levels = is_long ? 127.0f * 256.0f : 127.0f, inverse = most > 0.0f ? levels / most : 0.0f;
+      load_slab(x + r * inputs, inputs, order, slab, halves);
+      const float nothing = 0.0f * sum_lanes(halves[0] + halves[1]);  // NaN if a value is infinite or NaN
+      // A slab of 8 bits has the units of 16, times 256, beside a row of 16.
+      const float scale = most / (127.0f * 256.0f) + nothing;
       for (int h = 0; h < 2; h++) {
-        const int64_t at = slab * kSlab + h * kLanes;
-        if (at >= inputs) halves[h] = Vec{};
-        else if (order) halves[h] = load_ordered(x + r * inputs, order + at, inputs - at);
-        else halves[h] = load_some(x + r * inputs + at, inputs - at);
-      }
-      if constexpr (std::is_same_v<Rows, FloatRows>) {
-        for (int i = 0; i < kSlab; i++) to[i * count + r] = halves[i / kLanes][i % kLanes];
-        for (int h = 0; h < 2; h++) to[(kSlab + h) * count + r] = sum_lanes(halves[h]);
-      } else {
-        const Vec magnitudes[2] = {halves[0] < 0.0f ? -halves[0] : halves[0], halves[1] < 0.0f ? -halves[1] : halves[1]};
-        const float largest = highest_lane(max_vec(magnitudes[0], magnitudes[1]));
-        const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f, nothing = 0.0f * sum_lanes(halves[0] + halves[1]);
-        const float scale = largest / 127.0f + nothing;  // NaN if a value is infinite or NaN
-        const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-        for (int h = 0; h < 2; h++) {
-          const Vec rounded = (halves[h] * inverse + magic) - magic;
-          const Codes codes = __builtin_convertvector(__builtin_convertvector(rounded, IntVec), Codes);
+        const Vec code = (halves[h] * inverse + magic) - magic;
+        const Vec upper = is_long ? ((code + 0.5f) * (1.0f / 256.0f) + magic) - magic : code;
+        Vec lower = is_long ? code - upper * 256.0f : Vec{};
+        lower = lower < -127.0f ? broadcast(-127.0f) : lower;  // -128 has no magnitude in 8 bits
+        const auto put = [&](Vec codes, int at) {
+          const Codes bytes = __builtin_convertvector(__builtin_convertvector(codes, IntVec), Codes);
           int32_t words[4];
-          std::memcpy(words, &codes, sizeof words);
-          for (int i = 0; i < 4; i++) to[(4 * h + i) * count + r] = words[i];
-          to[(kWords + 1 + h) * count + r] = static_cast<int32_t>(sum_lanes(rounded));
-        }
-        std::memcpy(to + kWords * count + r, &scale, sizeof scale);
+          std::memcpy(words, &bytes, sizeof words);
+          for (int i = 0; i < 4; i++) to[(at + 4 * h + i) * count + r] = words[i];
+        };
+        put(upper, 0);
+        put(lower, Rows::kLower);
+        to[(Rows::kSums + h) * count + r] = static_cast<int32_t>(sum_lanes(upper * 256.0f + lower));
       }
+      std::memcpy(to + Rows::kScale * count + r, &scale, sizeof scale);
+      if (is_long) to[Rows::kLong * count] = 1;
     }
   }
 }
@@ -257,73 +295,76 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
 #pragma GCC unroll 2
     for (int h = 0; h < kHalves; h++) {
       // The sums of a row's codes in this half, or of the whole slab.
-      const int32_t* const totals = x + (kWords + 1 + h) * kRows;
-      Ints dots[kRows], odd[kRows] = {};
-      int32_t total[kRows];
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) {
-        total[r] = kHalves == 1 ? totals[r] + totals[r + kRows] : totals[r];
-        dots[r] = everywhere(start * total[r]);
-      }
+      const int32_t* const totals = x + (RoundedRows::kSums + h) * kRows;
+      Ints dots[kRows] = {}, odd[kRows] = {};
+      // Adds the products with the words of the upper or the lower bits.
+      const auto add_products = [&](const int32_t* words) {
 #if defined(__AVX2__) && !defined(FOLIO_UNSIGNED_DOT)
-      Shorts shorts[kRows];
-      constexpr int kInShorts = kWide ? 1 : words_in_shorts(kBits) < kHalfWords ? words_in_shorts(kBits) : kHalfWords;
+        Shorts shorts[kRows];
+        constexpr int kInShorts = kWide ? 1 : words_in_shorts(kBits) < kHalfWords ? words_in_shorts(kBits) : kHalfWords;
 #endif
 #pragma GCC unroll 8
-      for (int i = 0; i < kHalfWords; i++) {
-        Bytes w = word<kBits>(codes, h * kHalfWords + i);
-        if constexpr (kTable) w = looked_up(w, tile.part.table);
-        const int32_t* const values = x + (h * kHalfWords + i) * kRows;
+        for (int i = 0; i < kHalfWords; i++) {
+          Bytes w = word<kBits>(codes, h * kHalfWords + i);
+          if constexpr (kTable) w = looked_up(w, tile.part.table);
+          const int32_t* const values = words + (h * kHalfWords + i) * kRows;
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-        Ints* const to = kRows <= kOwnRows && i % 2 ? odd : dots;  // two chains take half the latency of one
+          Ints* const to = kRows <= kOwnRows && i % 2 ? odd : dots;  // two chains take half the latency of one
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; r++)
-          to[r] = (Ints)_mm512_dpbusd_epi32((__m512i)to[r], (__m512i)w, _mm512_set1_epi32(values[r]));
+          for (int r = 0; r < kRows; r++)
+            to[r] = (Ints)_mm512_dpbusd_epi32((__m512i)to[r], (__m512i)w, _mm512_set1_epi32(values[r]));
 #elif defined(__AVX2__)
-        if constexpr (kWide) w ^= Bytes{} + 128;
+          if constexpr (kWide) w ^= Bytes{} + 128;
 #if defined(__AVX512BW__)
-        const __m512i ones = _mm512_set1_epi16(1), magnitude = _mm512_abs_epi8((__m512i)w);
-        const __mmask64 negative = _mm512_movepi8_mask((__m512i)w);
+          const __m512i ones = _mm512_set1_epi16(1), magnitude = _mm512_abs_epi8((__m512i)w);
+          const __mmask64 negative = _mm512_movepi8_mask((__m512i)w);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; r++) {
-          __m512i value = _mm512_set1_epi32(values[r]);
-          if (kWide) value = _mm512_mask_sub_epi8(value, negative, _mm512_setzero_si512(), value);
-          const Shorts pairs = (Shorts)_mm512_maddubs_epi16(kWide ? magnitude : (__m512i)w, value);
-          shorts[r] = i % kInShorts == 0 ? pairs : shorts[r] + pairs;
-          if (i % kInShorts == kInShorts - 1) dots[r] += (Ints)_mm512_madd_epi16((__m512i)shorts[r], ones);
-        }
+          for (int r = 0; r < kRows; r++) {
+            __m512i value = _mm512_set1_epi32(values[r]);
+            if (kWide) value = _mm512_mask_sub_epi8(value, negative, _mm512_setzero_si512(), value);
+            const Shorts pairs = (Shorts)_mm512_maddubs_epi16(kWide ? magnitude : (__m512i)w, value);
+            shorts[r] = i % kInShorts == 0 ? pairs : shorts[r] + pairs;
+            if (i % kInShorts == kInShorts - 1) dots[r] += (Ints)_mm512_madd_epi16((__m512i)shorts[r], ones);
+          }
 #else
-        const __m256i ones = _mm256_set1_epi16(1), magnitude = _mm256_abs_epi8((__m256i)w);
+          const __m256i ones = _mm256_set1_epi16(1), magnitude = _mm256_abs_epi8((__m256i)w);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; r++) {
-          __m256i value = _mm256_set1_epi32(values[r]);
-          if (kWide) value = _mm256_sign_epi8(value, (__m256i)w);
-          const Shorts pairs = (Shorts)_mm256_maddubs_epi16(kWide ? magnitude : (__m256i)w, value);
-          shorts[r] = i % kInShorts == 0 ? pairs : shorts[r] + pairs;
-          if (i % kInShorts == kInShorts - 1) dots[r] += (Ints)_mm256_madd_epi16((__m256i)shorts[r], ones);
-        }
+          for (int r = 0; r < kRows; r++) {
+            __m256i value = _mm256_set1_epi32(values[r]);
+            if (kWide) value = _mm256_sign_epi8(value, (__m256i)w);
+            const Shorts pairs = (Shorts)_mm256_maddubs_epi16(kWide ? magnitude : (__m256i)w, value);
+            shorts[r] = i % kInShorts == 0 ? pairs : shorts[r] + pairs;
+            if (i % kInShorts == kInShorts - 1) dots[r] += (Ints)_mm256_madd_epi16((__m256i)shorts[r], ones);
+          }
 #endif
 #elif defined(__ARM_FEATURE_DOTPROD)
-        if constexpr (kWide) w ^= Bytes{} + 128;
+          if constexpr (kWide) w ^= Bytes{} + 128;
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; r++)
-          dots[r] = (Ints)vdotq_s32((int32x4_t)dots[r], (int8x16_t)w, (int8x16_t)vdupq_n_s32(values[r]));
+          for (int r = 0; r < kRows; r++)
+            dots[r] = (Ints)vdotq_s32((int32x4_t)dots[r], (int8x16_t)w, (int8x16_t)vdupq_n_s32(values[r]));
 #else
-        for (int r = 0; r < kRows; r++) {
-          int8_t four[4];
-          std::memcpy(four, values + r, 4);
-          for (int lane = 0; lane < kNative; lane++)
-            for (int b = 0; b < 4; b++) dots[r][lane] += int32_t(w[4 * lane + b]) * four[b];
-        }
+          for (int r = 0; r < kRows; r++) {
+            int8_t four[4];
+            std::memcpy(four, values + r, 4);
+            for (int lane = 0; lane < kNative; lane++)
+              for (int b = 0; b < 4; b++) dots[r][lane] += int32_t(w[4 * lane + b]) * four[b];
+          }
 #endif
-      }
+        }
+      };
+      add_products(x);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) dots[r] = (dots[r] + odd[r]) << 8, odd[r] = Ints{};
+      if (x[RoundedRows::kLong * kRows]) add_products(x + RoundedRows::kLower * kRows);
       const Floats scale = tile.scale(slab, h, 0);
       const Floats offset = tile.part.has_offsets ? tile.scale(slab, h, 1) : Floats{};
-      const float* const of_rows = reinterpret_cast<const float*>(x) + kWords * kRows;
+      const float* const of_rows = reinterpret_cast<const float*>(x) + RoundedRows::kScale * kRows;
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
-        Floats value = __builtin_convertvector(dots[r] + odd[r], Floats) * scale;
-        if (tile.part.has_offsets) value += offset * __builtin_convertvector(everywhere(total[r]), Floats);
+        const int32_t total = kHalves == 1 ? totals[r] + totals[r + kRows] : totals[r];
+        const Ints exact = dots[r] + odd[r] + everywhere(start * total);
+        Floats value = __builtin_convertvector(exact, Floats) * scale;
+        if (tile.part.has_offsets) value += offset * everywhere(static_cast<float>(total));
         sums[r] += value * of_rows[r];
       }
     }
@@ -390,19 +431,18 @@ void multiply(Team& team, const ProductWeight& weight, const T* x, const T* resi
   const int64_t num_panels = (rows + kPanelRows - 1) / kPanelRows, height = (rows + num_panels - 1) / num_panels;
   const int64_t row_words = slabs * RowsOf<T>::kSlabWords;
   const int64_t pieces = (slabs + kPackedSlabs - 1) / kPackedSlabs;
+  const auto panel_at = [&](int64_t panel) { return static_cast<Value*>(panels) + panel * height * row_words; };
+  const auto pack = [&](int64_t panel, int64_t piece) {
+    const int64_t begin = piece * kPackedSlabs, end = std::min(slabs, begin + kPackedSlabs), first = panel * height;
+    pack_rows(x + first * inputs, panel_at(panel), std::min(height, rows - first), inputs, weight.order, begin, end);
+  };
   static thread_local std::vector<Value> own;
   if (rows <= kOwnRows) {
     own.resize(std::max<size_t>(own.size(), rows * row_words));
     panels = own.data();
-    pack_rows(x, panels, rows, inputs, weight.order, 0, slabs);
+    for (int64_t i = 0; i < pieces; i++) pack(0, i);
   }
-  const auto panel_at = [&](int64_t panel) { return static_cast<Value*>(panels) + panel * height * row_words; };
-  if (rows > kOwnRows)
-    team.each(num_panels * pieces, [&](int64_t i) {
-      const int64_t panel = i / pieces, begin = i % pieces * kPackedSlabs, first = panel * height;
-      pack_rows(x + first * inputs, panel_at(panel), std::min(height, rows - first), inputs, weight.order, begin,
-                std::min(slabs, begin + kPackedSlabs));
-    });
+  if (rows > kOwnRows) team.each(num_panels * pieces, [&](int64_t i) { pack(i / pieces, i % pieces); });
   const int64_t fitting = kPanelBytes / (height * row_words * int64_t(sizeof(Value)));
   const int64_t group = std::clamp<int64_t>(fitting, 1, num_panels), groups = (num_panels + group - 1) / group;
   int64_t num_items = 0;

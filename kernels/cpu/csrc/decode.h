@@ -246,7 +246,12 @@ template <int kRows>
 inline Vec highest_of_rows(Vec v) {
 #pragma GCC unroll 4
   for (int step = kRows; step < kLanes; step *= 2) {
+#if defined(__clang__)
+    Vec turned;
+    for (int i = 0; i < kLanes; i++) turned[i] = v[(i + step) % kLanes];
+#else
     const Vec turned = __builtin_shuffle(v, (lane_numbers() + step) & (kLanes - 1));
+#endif
     v = max_vec(v, turned);
   }
   return v;

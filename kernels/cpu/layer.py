@@ -223,7 +223,7 @@ class PreparedLayer:
 
 def run_layers(hidden: torch.Tensor, layers: Sequence[PreparedLayer], workspace: Workspace) -> torch.Tensor:
     """The output of layers that follow each other, for `hidden [..., size]`: of its shape and dtype, which is that of
-    the layers. Each value is that of the single operations, bit for bit.
+    the layers. Each value is that of the single operations, bit for bit, on a residual in float32.
 
     Raises:
         KernelError: a slot or a cached token is outside of the cache; nothing is written.

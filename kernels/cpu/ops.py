@@ -145,7 +145,7 @@ class CpuLinear:
         fields = ctypes.POINTER(WeightFields)
         self._rows = load("folio_codes_rows", _INT, fields, *[_POINTER] * 2, _INT64)
         self._panel_bytes = load("folio_linear_panel_bytes", _INT, fields, _INT64, result=_INT64)
-        self._multiply = load("folio_linear", _INT, fields, *[_POINTER] * 3, _INT64)
+        self._multiply = load("folio_linear", _INT, fields, *[_POINTER] * 2, _INT, _POINTER, _INT64)
 
     def unsupported(self, dtype: torch.dtype) -> str | None:
         """The reason why weights of this dtype cannot be packed, as a sentence; `None` if they can."""
@@ -209,8 +209,11 @@ class CpuLinear:
         self._rows(CPP_DTYPES[weight.dtype], WeightFields.of(weight), *pointers, indices.numel())
         return out
 
-    def __call__(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x [..., inputs]`, `bias [outputs]`; returns `[..., outputs]`, all of the weight's dtype."""
+    def __call__(
+        self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, unrounded: bool = False
+    ) -> torch.Tensor:
+        """`x [..., inputs]`, `bias [outputs]`; returns `[..., outputs]`, all of the weight's dtype. Unrounded results
+        are float32."""
         if x.shape[-1] != weight.inputs or x.dtype != weight.dtype:
             raise ValueError(f"x {list(x.shape)} {x.dtype} for {weight.inputs} inputs of {weight.dtype}")
         outputs, dtype = weight.outputs, CPP_DTYPES[x.dtype]
@@ -218,12 +221,12 @@ class CpuLinear:
             raise ValueError(f"bias {list(bias.shape)} {bias.dtype} for {outputs} outputs of {weight.dtype}")
         x = x.contiguous()
         rows = x.numel() // weight.inputs
-        out = x.new_empty(*x.shape[:-1], outputs)
+        out = x.new_empty(*x.shape[:-1], outputs, dtype=torch.float32 if unrounded else None)
         if rows == 0:
             return out
         fields = WeightFields.of(weight, bias)
         panels = torch.empty(self._panel_bytes(dtype, fields, rows), dtype=torch.uint8)
-        self._multiply(dtype, fields, *map(address, (x, out, panels)), rows)
+        self._multiply(dtype, fields, *map(address, (x, out)), int(unrounded), address(panels), rows)
         return out
 
 

@@ -424,8 +424,7 @@ inline int64_t tiles_of(const WeightPart& part) { return (part.outputs + kTile -
 
 // Like `products::multiply`.
 template <typename T>
-void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, void* panels,
-              int64_t rows) {
+void multiply(Team& team, const ProductWeight& weight, const T* x, ProductResult out, void* panels, int64_t rows) {
   using Value = typename RowsOf<T>::Value;
   const int64_t inputs = weight.inputs, outputs = weight.outputs, slabs = (inputs + kSlab - 1) / kSlab;
   const int64_t num_panels = (rows + kPanelRows - 1) / kPanelRows, height = (rows + num_panels - 1) / num_panels;
@@ -471,10 +470,8 @@ void multiply(Team& team, const ProductWeight& weight, const T* x, const T* resi
           });
         });
         for (int64_t r = 0; r < count; r++) {
-          const int64_t at = (first + r) * outputs + output;
-          Vec sum = load_some(sums[r], kNative) * factor + offset;
-          if (residual) sum = rounded<T>(sum) + load_some(residual + at, left);
-          store_some(sum, out + at, left);
+          const Vec sum = load_some(sums[r], kNative) * factor + offset;
+          put<T>(out, sum, (first + r) * outputs + output, left);
         }
       }
     }

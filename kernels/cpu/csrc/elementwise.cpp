@@ -16,7 +16,7 @@ void folio_rms_norm(int dtype, const void* x, const void* residual, const void* 
     using T = decltype(type);
     in_team(rows * size > kParallelElements, 1, [&](Team& team) {
       norm_rows(team, static_cast<const T*>(x), static_cast<const T*>(residual), static_cast<const T*>(weight),
-                static_cast<T*>(out), static_cast<T*>(sum), rows, size, eps, offset);
+                static_cast<T*>(out), rows, size, eps, offset, static_cast<T*>(sum));
     });
   });
 }

@@ -1,10 +1,11 @@
 // Decoder layers in one parallel region. A layer: norm, query, key and value, rotation and cache write, attention, its
 // output and the residual, norm, gate and up, activation, down and the residual. Threads share out each operation
-// (team.h), and what it leaves for the next one is in a workspace. Every value is rounded where the single operations
-// round it.
+// (team.h), and what it leaves for the next one is in a workspace. Values are rounded where the single operations round
+// them, but the residual is float32 from the first layer to the last.
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "attend.h"
@@ -52,8 +53,8 @@ struct LayerCall {
 };
 
 // `folio_multiply` and `folio_linear_panel_bytes` of linear.cpp, which is a library of its own.
-typedef void (*Multiply)(folio::Team*, int dtype, const ProductWeight*, const void* x, const void* residual, void* out,
-                         void* panels, int64_t rows);
+typedef void (*Multiply)(folio::Team*, int dtype, const ProductWeight*, const void* x, ProductResult out, void* panels,
+                         int64_t rows);
 typedef int64_t (*PanelBytes)(int dtype, const ProductWeight*, int64_t rows);
 
 // Layers of one size, each of which has the output of the one before it as its input.
@@ -81,6 +82,7 @@ constexpr int64_t kChunkRows = 448;
 template <typename T>
 struct Workspace {
   T* attended;                      // of all rows
+  float* sums;                      // the residual of all rows
   T *normed, *gate_up, *activated;  // of the rows of a chunk
   char* panels;
   int64_t chunk, num_bytes = 0;
@@ -98,6 +100,8 @@ struct Workspace {
         panel_bytes = std::max(panel_bytes, call.panel_bytes(call.dtype, weight, chunk));
     }
     attended = take<T>(call, call.rows * width);
+    if constexpr (std::is_same_v<T, float>) sums = static_cast<float*>(call.out);
+    else sums = take<float>(call, call.rows * size);
     normed = take<T>(call, chunk * size);
     gate_up = take<T>(call, chunk * 2 * gates);
     activated = take<T>(call, chunk * gates);
@@ -112,6 +116,16 @@ struct Workspace {
     return place;
   }
 };
+
+template <typename From, typename To>
+void copy_rows(Team& team, const From* from, To* to, int64_t rows, int64_t size) {
+  team.each(rows, [&](int64_t r) {
+    for (int64_t i = r * size; i < (r + 1) * size; i += kLanes) {
+      const int64_t left = (r + 1) * size - i;
+      store_some(load_some(from + i, left), to + i, left);
+    }
+  });
+}
 
 // A layer's rotations and attentions, one of each part.
 template <typename T>
@@ -142,15 +156,16 @@ struct Attentions {
   }
 };
 
-// out = the layer of hidden, which may be the same memory.
+// space.sums = the layer of them.
 template <typename T>
 void run_layer(Team& team, const LayersCall& call, const LayerCall& layer, const Attentions<T>& prepared,
-               const Workspace<T>& space, const T* hidden, T* out) {
+               const Workspace<T>& space) {
   const LayerWeights& weights = *layer.weights;
   const int64_t size = weights.qkv.inputs, width = weights.attention_out.inputs, gates = weights.down.inputs;
   T* const heads = static_cast<T*>(layer.heads);
-  const auto multiply = [&](const ProductWeight& weight, const T* x, const T* residual, T* to, int64_t rows) {
-    call.multiply(&team, call.dtype, &weight, x, residual, to, space.panels, rows);
+  constexpr const T* kNoResidual = nullptr;
+  const auto multiply = [&](const ProductWeight& weight, const T* x, ProductResult to, int64_t rows) {
+    call.multiply(&team, call.dtype, &weight, x, to, space.panels, rows);
   };
   // What each thread prepares for itself is the same in all of them. One that is late may read values of a later
   // step: then the items that it prepares for are done.
@@ -161,33 +176,32 @@ void run_layer(Team& team, const LayersCall& call, const LayerCall& layer, const
   T* const activated = alone ? own.data() + call.rows * size : space.activated;
   Team single(nullptr, INT64_MAX, 0, 1);
   Team& own_or_all = alone ? single : team;
-  const auto norm = [&](Team& team, const NormWeight& by, const T* x, const T* residual, T* to, int64_t rows) {
-    norm_rows<T>(team, x, residual, static_cast<const T*>(by.weight), to, nullptr, rows, size, by.eps, by.offset);
+  const auto norm = [&](Team& team, const NormWeight& by, const auto* x, const auto* residual, auto* to, int64_t rows) {
+    const T* const weight = static_cast<const T*>(by.weight);
+    norm_rows(team, x, residual, weight, to, rows, size, by.eps, by.offset);
   };
-  // to = residual + the product of x, or its norm.
-  const auto add = [&](const ProductWeight& weight, const NormWeight& after, const T* x, const T* residual, T* to,
-                       int64_t rows) {
-    if (!after.weight) return multiply(weight, x, residual, to, rows);
-    multiply(weight, x, nullptr, space.normed, rows);
-    norm(team, after, space.normed, residual, to, rows);
+  // Adds the product of x, or its norm, to sums.
+  const auto add = [&](const ProductWeight& weight, const NormWeight& after, const T* x, float* sums, int64_t rows) {
+    if (!after.weight) return multiply(weight, x, {sums, kAdded}, rows);
+    multiply(weight, x, {space.normed, kRounded}, rows);
+    norm(team, after, space.normed, sums, sums, rows);
   };
   for (int64_t first = 0; first < call.rows; first += space.chunk) {
     const int64_t rows = std::min(space.chunk, call.rows - first);
-    norm(own_or_all, weights.before_attention, hidden + first * size, nullptr, normed, rows);
-    multiply(weights.qkv, normed, nullptr, heads + first * weights.qkv.outputs, rows);
+    norm(own_or_all, weights.before_attention, space.sums + first * size, kNoResidual, normed, rows);
+    multiply(weights.qkv, normed, {heads + first * weights.qkv.outputs, kRounded}, rows);
   }
   // All writes first: a sequence may share a prefix that another one computes in this step.
   for (const RotaryCall& rotary : prepared.rotaries) rotary_write<T>(team, rotary);
   for (const Attention<T>& attention : prepared.attentions) attention.run(team);
   for (int64_t first = 0; first < call.rows; first += space.chunk) {
     const int64_t rows = std::min(space.chunk, call.rows - first);
-    T* const sums = out + first * size;
-    add(weights.attention_out, weights.after_attention, space.attended + first * width, hidden + first * size, sums,
-        rows);
-    norm(own_or_all, weights.before_mlp, sums, nullptr, normed, rows);
-    multiply(weights.gate_up, normed, nullptr, space.gate_up, rows);
+    float* const sums = space.sums + first * size;
+    add(weights.attention_out, weights.after_attention, space.attended + first * width, sums, rows);
+    norm(own_or_all, weights.before_mlp, sums, kNoResidual, normed, rows);
+    multiply(weights.gate_up, normed, {space.gate_up, kRounded}, rows);
     gate_rows(own_or_all, weights.activation, space.gate_up, activated, rows, gates);
-    add(weights.down, weights.after_mlp, activated, sums, sums, rows);
+    add(weights.down, weights.after_mlp, activated, sums, rows);
   }
 }
 
@@ -201,10 +215,11 @@ Result run(const LayersCall& call) {
     if (const Result result = attentions[i].prepare(call.layers[i], space.attended)) return result;
     steps += chunks * (4 * kProductSteps + 5) + call.layers[i].num_parts * (1 + Attention<T>::kSteps);
   }
-  T* const out = static_cast<T*>(call.out);
-  in_team(true, steps, [&](Team& team) {
-    for (int32_t i = 0; i < call.num_layers; i++)
-      run_layer<T>(team, call, call.layers[i], attentions[i], space, i ? out : static_cast<const T*>(call.hidden), out);
+  const int64_t size = call.layers->weights->qkv.inputs;
+  in_team(true, steps + 2, [&](Team& team) {
+    copy_rows(team, static_cast<const T*>(call.hidden), space.sums, call.rows, size);
+    for (int32_t i = 0; i < call.num_layers; i++) run_layer<T>(team, call, call.layers[i], attentions[i], space);
+    if (space.sums != call.out) copy_rows(team, space.sums, static_cast<T*>(call.out), call.rows, size);
   });
   return kDone;
 }

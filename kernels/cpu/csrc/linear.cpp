@@ -143,21 +143,21 @@ int64_t folio_linear_panel_bytes(int dtype, const ProductWeight* weight, int64_t
 }
 
 // See `folio::multiply`.
-void folio_multiply(Team* team, int dtype, const ProductWeight* weight, const void* x, const void* residual, void* out,
-                    void* panels, int64_t rows) {
+void folio_multiply(Team* team, int dtype, const ProductWeight* weight, const void* x, ProductResult out, void* panels,
+                    int64_t rows) {
   const auto run = [&](auto type) {
     using T = decltype(type);
-    multiply<T>(*team, *weight, static_cast<const T*>(x), static_cast<const T*>(residual), static_cast<T*>(out), panels,
-                rows);
+    multiply<T>(*team, *weight, static_cast<const T*>(x), out, panels, rows);
   };
   if (dtype == 0) run(float{});
   if (dtype == 1) run(BFloat16{});
 }
 
-// x [rows, inputs], out [rows, outputs]; panels: of `folio_linear_panel_bytes`.
-void folio_linear(int dtype, const ProductWeight* weight, const void* x, void* out, void* panels, int64_t rows) {
+// x [rows, inputs], out [rows, outputs] of a ProductKind; panels: of `folio_linear_panel_bytes`.
+void folio_linear(int dtype, const ProductWeight* weight, const void* x, void* out, int kind, void* panels,
+                  int64_t rows) {
   in_team(rows * weight->outputs * weight->inputs > kParallelProducts, kProductSteps,
-          [&](Team& team) { folio_multiply(&team, dtype, weight, x, nullptr, out, panels, rows); });
+          [&](Team& team) { folio_multiply(&team, dtype, weight, x, {out, kind}, panels, rows); });
 }
 
 // A product for each expert: x [rows, inputs] has the rows of the first expert first, ends[e] is the first row after
@@ -191,8 +191,8 @@ void folio_experts(int dtype, const ProductWeight* weight, const int64_t* stride
         part.factors = moved(part.factors);
       }
       own.parts = parts.data();
-      folio_multiply(&team, dtype, &own, static_cast<const char*>(x) + begin * own.inputs * bytes, nullptr,
-                     static_cast<char*>(out) + begin * own.outputs * bytes, panels, ends[e] - begin);
+      folio_multiply(&team, dtype, &own, static_cast<const char*>(x) + begin * own.inputs * bytes,
+                     {static_cast<char*>(out) + begin * own.outputs * bytes, kRounded}, panels, ends[e] - begin);
     }
   });
 }

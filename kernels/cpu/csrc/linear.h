@@ -29,19 +29,18 @@ int64_t panel_bytes(const ProductWeight& weight, int64_t rows) {
   return 4 * (weight.parts->bits ? codes::panel_words<T>(rows, weight.inputs) : rows * (weight.inputs + 1));
 }
 
-// out [rows, outputs] = x [rows, inputs] · weight, rounded, and then plus the residual unless it is null. x: the same
-// values in all threads, at one address or at several. panels: of `panel_bytes`.
+// The product of x [rows, inputs] and the weight. x: the same values in all threads, at one address or at several.
+// panels: of `panel_bytes`.
 template <typename T>
-void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, void* panels,
-              int64_t rows) {
-  if (weight.parts->bits) return codes::multiply(team, weight, x, residual, out, panels, rows);
+void multiply(Team& team, const ProductWeight& weight, const T* x, ProductResult out, void* panels, int64_t rows) {
+  if (weight.parts->bits) return codes::multiply(team, weight, x, out, panels, rows);
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   if constexpr (kNativeProduct<T>)
-    return native::multiply(team, weight, x, residual, out, static_cast<native::Word*>(panels), rows);
+    return native::multiply(team, weight, x, out, static_cast<native::Word*>(panels), rows);
 #endif
 #if defined(FOLIO_WIDE_PRODUCTS)
   if constexpr (!kNativeProduct<T>)
-    return wide::multiply(team, weight, x, residual, out, static_cast<float*>(panels), rows);
+    return wide::multiply(team, weight, x, out, static_cast<float*>(panels), rows);
 #endif
 }
 

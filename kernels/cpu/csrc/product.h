@@ -99,11 +99,9 @@ void pack_rows(const T* x, Word* panel, int64_t count, int64_t inputs, int64_t b
   }
 }
 
-// out [rows, outputs] = x [rows, inputs] · weight, rounded, and then plus the residual unless it is null. panels: room
-// for rows × words.
+// The product of x [rows, inputs] and the weight. panels: room for rows × words.
 template <typename T>
-void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, Word* panels,
-              int64_t rows) {
+void multiply(Team& team, const ProductWeight& weight, const T* x, ProductResult out, Word* panels, int64_t rows) {
   const int64_t inputs = weight.inputs, outputs = weight.outputs;
   const T* const packed = static_cast<const T*>(weight.parts->codes);
   const T* const bias = static_cast<const T*>(weight.bias);
@@ -142,13 +140,8 @@ void multiply(Team& team, const ProductWeight& weight, const T* x, const T* resi
         const int64_t output = tile * kTile + half * kLanes, left = outputs - output;
         if (left <= 0) break;
         const Vec offset = bias ? load_some(bias + output, left) : Vec{};
-        T* to = out + first * outputs + output;
-        const T* added = residual ? residual + first * outputs + output : nullptr;  // may be the output
-        for (int64_t r = 0; r < count; r++) {
-          Vec sum = sums[r][half] + offset;
-          if (added) sum = rounded<T>(sum) + load_some(added + r * outputs, left);
-          store_some(sum, to + r * outputs, left);
-        }
+        for (int64_t r = 0; r < count; r++)
+          put<T>(out, sums[r][half] + offset, (first + r) * outputs + output, left);
       }
     }
   });

@@ -22,8 +22,9 @@ float inverse_rms(const T* row, int64_t size, float eps) {
 
 // out = norm of x, `x / rms(x) * (weight + offset)`. With a residual and a sum, x is sum = residual + x; with a
 // residual alone, it is added to the norm.
-template <typename T>
-void norm_row(const T* x, const T* residual, const T* weight, T* out, T* sum, int64_t size, float eps, float offset) {
+template <typename X, typename T, typename Out>
+void norm_row(const X* x, const Out* residual, const T* weight, Out* out, int64_t size, float eps, float offset,
+              X* sum = nullptr) {
   if (sum) {
     for (int64_t i = 0; i < size; i += kLanes)
       store_some(load_some(residual + i, size - i) + load_some(x + i, size - i), sum + i, size - i);
@@ -39,12 +40,12 @@ void norm_row(const T* x, const T* residual, const T* weight, T* out, T* sum, in
 }
 
 // `norm_row` of each row; residual and sum may be null.
-template <typename T>
-void norm_rows(Team& team, const T* x, const T* residual, const T* weight, T* out, T* sum, int64_t rows, int64_t size,
-               float eps, float offset) {
+template <typename X, typename T, typename Out>
+void norm_rows(Team& team, const X* x, const Out* residual, const T* weight, Out* out, int64_t rows, int64_t size,
+               float eps, float offset, X* sum = nullptr) {
   team.each(rows, [&](int64_t r) {
-    norm_row(x + r * size, residual ? residual + r * size : nullptr, weight, out + r * size,
-             sum ? sum + r * size : nullptr, size, eps, offset);
+    norm_row(x + r * size, residual ? residual + r * size : nullptr, weight, out + r * size, size, eps, offset,
+             sum ? sum + r * size : nullptr);
   });
 }
 

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "vector.h"
+
 extern "C" {
 
 // Neighbouring outputs whose weights are packed in one way. Mirrored field by field in kernels/cpu/ops.py.
@@ -26,6 +28,14 @@ struct ProductWeight {
   int32_t num_parts;
 };
 
+// What becomes of a product: it is stored in the dtype of its rows, or in float32, or added to float32.
+enum ProductKind : int32_t { kRounded, kFloats, kAdded };
+
+struct ProductResult {
+  void* values;  // [rows, outputs]
+  int32_t kind;
+};
+
 }  // extern "C"
 
 namespace folio {
@@ -33,5 +43,13 @@ namespace folio {
 constexpr int kProductSteps = 2;  // calls of `Team::each` in a product
 // Up to here each thread prepares all rows for itself, which takes less time than to wait for the others.
 constexpr int64_t kOwnRows = 2;
+
+// Sums of up to 16 outputs of a row of T, of which element `at` of the result is the first.
+template <typename T>
+inline void put(const ProductResult& result, Vec sums, int64_t at, int64_t left) {
+  if (result.kind == kRounded) return store_some(sums, static_cast<T*>(result.values) + at, left);
+  float* const to = static_cast<float*>(result.values) + at;
+  store_some(result.kind == kAdded ? load_some(to, left) + sums : sums, to, left);
+}
 
 }  // namespace folio

@@ -149,8 +149,7 @@ template <typename T>
 struct Product {
   const T* packed;
   const T* bias;
-  const T* residual;
-  T* out;
+  ProductResult out;
   const float* panels;
   int64_t rows, outputs, inputs;
 
@@ -210,23 +209,17 @@ struct Product {
   void write(int64_t panel, int64_t tile, const float* sums, int64_t stride) const {
     const int64_t output = tile * kTile, left = outputs - output;
     const Vec offset = bias ? load_some(bias + output, left) : Vec{};
-    T* to = out + panel * height() * outputs + output;
-    const T* added = residual ? residual + panel * height() * outputs + output : nullptr;  // may be the output
-    for (int64_t r = 0; r < count(panel); r++) {
-      Vec sum = load(sums + r * stride) + offset;
-      if (added) sum = rounded<T>(sum) + load_some(added + r * outputs, left);
-      store_some(sum, to + r * outputs, left);
-    }
+    for (int64_t r = 0; r < count(panel); r++)
+      put<T>(out, load(sums + r * stride) + offset, (panel * height() + r) * outputs + output, left);
   }
 };
 
 // Like `native::multiply`; panels: room for rows × (inputs + 1) floats.
 template <typename T>
-void multiply(Team& team, const ProductWeight& weight, const T* x, const T* residual, T* out, float* panels,
-              int64_t rows) {
+void multiply(Team& team, const ProductWeight& weight, const T* x, ProductResult out, float* panels, int64_t rows) {
   const int64_t inputs = weight.inputs;
   const Product<T> product{static_cast<const T*>(weight.parts->codes), static_cast<const T*>(weight.bias),
-                           residual, out, panels, rows, weight.outputs, inputs};
+                           out, panels, rows, weight.outputs, inputs};
   const int64_t num_panels = product.num_panels(), height = product.height(), padded = product.padded();
   const int64_t tiles = (weight.outputs + kTile - 1) / kTile;
   const int64_t fitting = kCacheBytes / (height * padded * static_cast<int64_t>(sizeof(float)));

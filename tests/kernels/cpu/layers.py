@@ -131,17 +131,24 @@ def in_one_call(weights: LayerWeights, hidden: torch.Tensor, steps: list[Step], 
 
 
 def by_single_operations(weights: LayerWeights, hidden: torch.Tensor, steps: list[Step]) -> torch.Tensor:
+    """The layer's output before it is rounded, in float32."""
     linear, ops, provider = CpuLinear(), CpuElementwise(), CpuProvider()
     before_attention, before_mlp, after_attention, after_mlp = weights.norms
     assert before_attention is not None
     assert before_mlp is not None
 
-    def add(x: torch.Tensor, residual: torch.Tensor, norm: HeadNorm | None) -> torch.Tensor:
-        if norm is None:
-            return residual + x
-        return ops.rms_norm_add(x, residual, norm.weight, norm.eps, norm.offset)
+    dtype, residual = weights.qkv.weight.dtype, hidden.float()
 
-    x = ops.rms_norm(hidden, before_attention.weight, before_attention.eps, before_attention.offset)
+    def normed(norm: HeadNorm) -> torch.Tensor:
+        return ops.rms_norm(residual, norm.weight.float(), norm.eps, norm.offset).to(dtype)
+
+    def add(x: torch.Tensor, product: Product, norm: HeadNorm | None) -> torch.Tensor:
+        if norm is None:
+            return residual + linear(x, product.weight, product.bias, unrounded=True)
+        x = linear(x, product.weight, product.bias).float()
+        return ops.rms_norm_add(x, residual, norm.weight.float(), norm.eps, norm.offset)
+
+    x = normed(before_attention)
     rows = [len(step.rotary.heads) for step in steps]
     parts = linear(x, weights.qkv.weight, weights.qkv.bias).view(len(hidden), -1, DIM).split(rows)
     for step, heads in zip(steps, parts, strict=True):
@@ -151,11 +158,9 @@ def by_single_operations(weights: LayerWeights, hidden: torch.Tensor, steps: lis
         provider.run_attend(replace(step.attention, query=heads[:, : HEADS[0]]))
         for step, heads in zip(steps, parts, strict=True)
     ]
-    x = linear(torch.cat(attended).flatten(1), weights.attention_out.weight, weights.attention_out.bias)
-    hidden = add(x, hidden, after_attention)
-    x = ops.rms_norm(hidden, before_mlp.weight, before_mlp.eps, before_mlp.offset)
-    x = ops.gate(linear(x, weights.gate_up.weight, weights.gate_up.bias), weights.activation)
-    return add(linear(x, weights.down.weight, weights.down.bias), hidden, after_mlp)
+    residual = add(torch.cat(attended).flatten(1), weights.attention_out, after_attention)
+    x = linear(normed(before_mlp), weights.gate_up.weight, weights.gate_up.bias)
+    return add(ops.gate(x, weights.activation), weights.down, after_mlp)
 
 
 def random_hidden(rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -197,5 +202,5 @@ class Layer:
     def expected(self) -> list[torch.Tensor]:
         """The output and the caches, by single operations."""
         steps = [step.copied() for step in self.steps]
-        out = by_single_operations(self.weights, self.hidden, steps)
+        out = by_single_operations(self.weights, self.hidden, steps).to(self.hidden.dtype)
         return [out, *(cache for step in steps for cache in step.caches)]

@@ -105,7 +105,7 @@ def test_a_workspace_serves_calls_of_any_size(dtype: torch.dtype) -> None:
         ours = make_step(lengths, weights, dtype)
         theirs, hidden = ours.copied(), random_hidden(len(ours.rotary.heads), dtype)
         actual = run_layers(hidden, [of_step(layer, [ours])], workspace)
-        assert torch.equal(actual, by_single_operations(weights, hidden, [theirs]))
+        assert torch.equal(actual, by_single_operations(weights, hidden, [theirs]).to(dtype))
         workspace.at_least(0).fill_(255)  # NaN in both dtypes
 
 
@@ -122,7 +122,7 @@ def test_several_layers_in_one_call(lengths: Lengths, dtype: torch.dtype) -> Non
     before = hidden.clone()
     layers = [of_step(CpuLayer(weight), [step]) for weight, step in zip(weights, ours, strict=True)]
     for _ in range(2):  # writing again changes nothing
-        assert torch.equal(run_layers(hidden, layers, Workspace()), expected)
+        assert torch.equal(run_layers(hidden, layers, Workspace()), expected.to(dtype))
         assert torch.equal(hidden, before)
         for a, b in zip(ours, theirs, strict=True):
             assert all(itertools.starmap(torch.equal, zip(a.caches, b.caches, strict=True)))

@@ -15,6 +15,7 @@ from folio.app.config.checkpoint import weight_faults
 from folio.app.config.engine import KVDtype, ResolvedConfig
 from folio.app.config.machine import Machine, check_resources
 from folio.app.engine.layers.cpu_layer import run_in_one_call
+from folio.app.engine.layers.linear import keep_logits_unrounded
 from folio.app.engine.layers.sharding import install_collectives
 from folio.app.engine.lora.layers import LoRALayers
 from folio.app.engine.model.checkpoint_files import read_checkpoint, read_contents
@@ -169,6 +170,8 @@ def load_model(
             install_collectives(module, made.plan, comm)
         elif adapters is None and device.type == "cpu":
             logger.info("%d layers run in one call each", run_in_one_call(module))
+        if made.generates:
+            keep_logits_unrounded(module.get_output_embeddings())
         undo.pop_all()
     return loaded
 

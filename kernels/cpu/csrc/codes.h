@@ -13,7 +13,8 @@
 // [tile][8 slabs][1 or 2][lane] in halves.
 //
 // Rows are packed in panels, slab by slab. In bfloat16 they are rounded to 8 bits, with a scale for each slab, or to 16
-// where the slab's largest value stands out in its row, and most of the error would be; the sums of a slab are exact.
+// where the slab's largest value is above the mean of those beside it: there most of the error would be, which grows
+// with that value, and they are less than a third of the slabs of real models. The sums of a slab are exact.
 // In float32 they are not rounded. A result depends neither on other rows nor on the number of threads.
 #pragma once
 
@@ -52,7 +53,7 @@ constexpr int kVector = 4 * kNative;   // bytes
 constexpr int kSlab = 32, kWords = 8;  // inputs of a slab, its words
 constexpr int kSuper = 8;              // slabs with one super scale
 constexpr int64_t kAheadSlabs = 16;    // that are read from memory meanwhile
-constexpr int64_t kPackedSlabs = 64;   // packed by one thread at a time
+constexpr int64_t kPackedSlabs = 64;   // of a row, packed by one thread at a time and compared with each other
 constexpr int64_t kItemBytes = 8 << 10;  // of weights that a thread takes at a time
 constexpr int64_t kPanelBytes = 512 << 10;  // of rows in a core's cache, for one reading of the weights
 
@@ -169,7 +170,6 @@ struct RoundedRows {
   static constexpr int kSlabWords = kLower + kWords;
   typedef int32_t Value;
 };
-constexpr float kOutstanding = 1.5f;  // times the mean of the slabs' largest values: one slab of seven in SmolLM2
 // Unrounded rows: of each slab [input][row], then the sums of each half.
 struct FloatRows {
   static constexpr int kSlabWords = kSlab + 2;
@@ -239,11 +239,11 @@ void pack_rows(const T* x, int32_t* panel, int64_t count, int64_t inputs, const 
       const Vec magnitudes[2] = {halves[0] < 0.0f ? -halves[0] : halves[0], halves[1] < 0.0f ? -halves[1] : halves[1]};
       total += largest[slab - begin] = highest_lane(max_vec(magnitudes[0], magnitudes[1]));
     }
-    const float outstanding = total * (kOutstanding / static_cast<float>(end - begin));
+    const float mean = total / static_cast<float>(end - begin);
     for (int64_t slab = begin; slab < end; slab++) {
       int32_t* const to = panel + slab * Rows::kSlabWords * count;
       const float most = largest[slab - begin];
-      const bool is_long = most > outstanding;
+      const bool is_long = most > mean;
       const float levels = is_long ? 127.0f * 256.0f : 127.0f, inverse = most > 0.0f ? levels / most : 0.0f;
       load_slab(x + r * inputs, inputs, order, slab, halves);
       const float nothing = 0.0f * sum_lanes(halves[0] + halves[1]);  // NaN if a value is infinite or NaN

@@ -35,39 +35,40 @@ _ZEROS = {torch.int8: 128, torch.float8_e4m3fn: 0}  # codes without offsets
 _SLAB, _PARTS, _LANES = tl.constexpr(128), tl.constexpr(8), tl.constexpr(16)
 _ROW_MULTIPLE = tl.constexpr(128)  # of memory for rows: tiles of any size are read whole, without masks
 _FP8_CAPABILITY = (8, 9)
-_ROUNDED_SLABS = 8  # of a program
+_ROUNDED_ROWS = 8  # of a program
 _ROW_TILES = 8  # that read the same outputs at the same time
 _MOST_LAUNCHES = 1 << 12
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _round_kernel(
     x_ptr: tl.tensor,  # [num_rows, num_inputs]
     codes_ptr: tl.tensor,  # [all rows, num_slabs, 128]
     scales_ptr: tl.tensor,  # [num_slabs, all rows] float32
+    num_rows: tl.tensor,
     num_inputs: tl.tensor,
-    BLOCK_SLABS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     EMULATED: tl.constexpr,
 ) -> None:
-    """One program per `BLOCK_SLABS` slabs of a row."""
-    row, num_slabs = tl.program_id(0), tl.cdiv(num_inputs, _SLAB)
-    slabs, bytes = tl.program_id(1) * BLOCK_SLABS + tl.arange(0, BLOCK_SLABS), tl.arange(0, _SLAB)
-    inputs = slabs[:, None] * _SLAB + (bytes % _PARTS * _LANES + bytes // _PARTS)[None, :]
-    x = tl.load(x_ptr + row.to(tl.int64) * num_inputs + inputs, mask=inputs < num_inputs, other=0.0).to(tl.float32)
+    """One program per slab of `BLOCK_ROWS` rows."""
+    rows, slab = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.program_id(1)
+    places = tl.arange(0, _SLAB)
+    inputs = (slab * _SLAB + places % _PARTS * _LANES + places // _PARTS)[None, :]
+    there = (rows < num_rows)[:, None] & (inputs < num_inputs)
+    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * num_inputs + inputs, mask=there, other=0.0).to(tl.float32)
     LIMIT: tl.constexpr = 127.0 if codes_ptr.dtype.element_ty == tl.int8 else 448.0  # noqa: N806
     # NaN, which a maximum may lose, and infinity make the scale NaN.
-    scale = tl.max(tl.abs(x), 1) / LIMIT + tl.sum(x * 0.0, 1)
-    divisor = tl.where(scale > 0, scale, 1.0)[:, None]
+    scales = tl.div_rn(tl.max(tl.abs(x), 1), LIMIT) + tl.sum(x * 0.0, 1)
+    divisors = tl.where(scales > 0, scales, 1.0)[:, None]
     if codes_ptr.dtype.element_ty == tl.int8:
         # The low byte of 1.5 · 2 ** 23 + value, rounded to nearest even.
-        codes = (tl.div_rn(x, divisor) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        codes = (tl.div_rn(x, divisors) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     else:
-        codes = to_fp8(x, divisor, codes_ptr.dtype.element_ty, EMULATED)
-    inside = slabs < num_slabs
-    places = (row.to(tl.int64) * num_slabs + slabs)[:, None] * _SLAB + bytes[None, :]
-    tl.store(codes_ptr + places, codes, mask=inside[:, None])
-    all_rows = tl.cdiv(tl.num_programs(0), _ROW_MULTIPLE) * _ROW_MULTIPLE
-    tl.store(scales_ptr + slabs * all_rows + row, scale, mask=inside)
+        codes = to_fp8(x, divisors, codes_ptr.dtype.element_ty, EMULATED)
+    to = codes_ptr + (rows.to(tl.int64) * tl.num_programs(1) + slab)[:, None] * _SLAB + places[None, :]
+    tl.store(to, codes)
+    all_rows = tl.cdiv(num_rows, _ROW_MULTIPLE) * _ROW_MULTIPLE
+    tl.store(scales_ptr + slab * all_rows + rows, scales)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -98,9 +99,9 @@ def _eight_bit_kernel(
     rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     outputs = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     # Programs beyond the last output read it again: masks would narrow the reads.
-    safe, bytes = tl.minimum(outputs, num_outputs - 1), tl.arange(0, _SLAB)
-    weights = codes_ptr + safe[:, None] * _SLAB + bytes[None, :]
-    xs = x_ptr + rows.to(tl.int64)[None, :] * (num_slabs * _SLAB) + bytes[:, None]
+    safe, places = tl.minimum(outputs, num_outputs - 1), tl.arange(0, _SLAB)
+    weights = codes_ptr + safe[:, None] * _SLAB + places[None, :]
+    xs = x_ptr + rows.to(tl.int64)[None, :] * (num_slabs * _SLAB) + places[:, None]
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
     for slab in tl.range(0, num_slabs, num_stages=NUM_STAGES):
         weight = tl.load(weights)
@@ -172,9 +173,10 @@ class EightBitProduct:
         key = num_inputs, x.dtype, dtype, x.device
         launch = self._launches.get(key)
         if launch is None:
-            others = {"num_inputs": num_inputs, "BLOCK_SLABS": _ROUNDED_SLABS, "EMULATED": self._interpreted}
-            launch = self._prepared(key, self._round, {**tensors, **others}, list(tensors), 4)
-        launch((num_rows, triton.cdiv(slabs, _ROUNDED_SLABS), 1), *tensors.values())
+            numbers = {"num_rows": num_rows, "num_inputs": num_inputs, "BLOCK_ROWS": _ROUNDED_ROWS}
+            arguments = {**tensors, **numbers, "EMULATED": self._interpreted}
+            launch = self._prepared(key, self._round, arguments, list(tensors), 4)
+        launch((triton.cdiv(num_rows, _ROUNDED_ROWS), slabs, 1), *tensors.values(), num_rows=num_rows)
         return RoundedRows(codes, scales, num_rows)
 
     def __call__(self, x: RoundedRows, part: WeightPart, bias: torch.Tensor | None, out: torch.Tensor) -> None:

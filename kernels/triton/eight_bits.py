@@ -2,13 +2,15 @@
 for each slab of 128 inputs (as in DeepSeek-V3 §3.3.2).
 
 A slab of an output is 128 neighbouring bytes (`codes`), so codes go to the tensor cores as they are, and the rows are
-put into their order. The sum of a slab is exact in int32, or float32; scaled, it is added in float32.
+put into their order. The sum of a slab is exact in int32; a Hopper's sum of 8-bit floats keeps about 14 bits, which do
+not get fewer over the slabs, whose scaled sums are added in float32.
 
-Why from `LEAST_ROWS` on. An H100 reads 3.35 TB/s and multiplies 989 TFLOP/s in bfloat16, 1979 in 8 bits. Codes that are
-widened in registers are read once, as here, so that few rows take equally long, and rounding them is another launch.
-But widening takes 6 instructions a code, of which the device has 8 in the time of the reading: from two tiles of rows
-on it is the bound. Products themselves are the bound from 150 rows on in bfloat16, and from 300 on in 8 bits.
-`torch._scaled_mm` needs the codes in another order, a second copy beside the one that few rows are multiplied with.
+An H100 reads 3.35 TB/s, and multiplies 989 TFLOP/s in bfloat16, 1979 in 8 bits: reading codes of 8 bits is the bound
+up to 150 rows, or 300. Few rows therefore gain nothing, and rounding them is another launch. But codes that are widened
+in registers (`codes`) take 6 of the 8 instructions that the device has for each in the time of its reading, beside
+those of the product, and again for each tile of 128 rows; here they take none. `benchmarks.gpu_day quantised` measures
+16 and 32 rows, between which the choice is made. Groups of less than a slab would be scaled more often than is saved.
+`torch._scaled_mm` needs the codes in another order: a second copy beside the one for few rows.
 """
 
 # ruff: noqa: N803 (compile-time constants are capitals in Triton's kernels)

@@ -396,6 +396,26 @@ def _accesses(ptx: str, operation: str) -> dict[int, int]:
     return widths
 
 
+def _call_eight_bits(shape: Shape) -> None:
+    from folio.kernels.triton.code_tiles import EIGHT_BIT_TILES, choose_tile
+    from folio.kernels.triton.codes import TritonCodes
+    from folio.kernels.triton.eight_bits import EightBitProduct, RoundedRows
+
+    inputs, rows = shape.model.num_q_heads * shape.model.dim, shape.num_queries
+    if shape.call == "round":
+        EightBitProduct().round(torch.empty(rows, inputs, dtype=shape.dtype), shape.cache_dtype)
+        return
+    outputs, slabs, all_rows = 4 * inputs if shape.model is LLAMA else inputs, inputs // 128, -(-rows // 128) * 128
+    weight = _floats(outputs, inputs)
+    if shape.cache_dtype == INT8:
+        codes, one = torch.zeros(outputs, inputs, dtype=torch.uint8), torch.ones(outputs, 1).half()
+        weight = QuantisedWeight(codes, 8, inputs, one, zero=128)
+    [part] = TritonCodes(torch.device("cpu")).pack_quantised(weight, shape.dtype).parts
+    x = RoundedRows(torch.empty(all_rows, slabs, 128, dtype=shape.cache_dtype), torch.empty(slabs, all_rows), rows)
+    product = EightBitProduct(choose_tile(rows, outputs, NUM_PROCESSORS, EIGHT_BIT_TILES))
+    product(x, part, None, torch.empty(rows, outputs, dtype=shape.dtype))
+
+
 def _floats(outputs: int, inputs: int) -> QuantisedWeight:
     scales = torch.ones(outputs, inputs // 128).half()
     return QuantisedWeight(torch.zeros(outputs, inputs).to(FP8), 8, 128, scales)
@@ -403,11 +423,9 @@ def _floats(outputs: int, inputs: int) -> QuantisedWeight:
 
 def _call(shape: Shape) -> None:
     from folio.kernels.triton.cache import copy_blocks, prepare_write
-    from folio.kernels.triton.code_tiles import EIGHT_BIT_TILES
     from folio.kernels.triton.code_tiles import choose_tile as choose_code_tile
     from folio.kernels.triton.codes import TritonCodes
     from folio.kernels.triton.decode import TUNINGS, SplitDecode
-    from folio.kernels.triton.eight_bits import EightBitProduct, RoundedRows
     from folio.kernels.triton.elementwise import TritonElementwise
     from folio.kernels.triton.penalties import penalise
     from folio.kernels.triton.prefill import prepare_prefill
@@ -448,22 +466,8 @@ def _call(shape: Shape) -> None:
         else:
             linear(torch.empty(shape.num_queries, size, dtype=shape.dtype), packed)
         return
-    if shape.call == "round":
-        EightBitProduct().round(torch.empty(64, model.num_q_heads * model.dim, dtype=shape.dtype), shape.cache_dtype)
-        return
-    if shape.call == "eight bits":
-        inputs = model.num_q_heads * model.dim
-        outputs, all_rows = 4 * inputs if model is LLAMA else inputs, -(-shape.num_queries // 128) * 128
-        weight = _floats(outputs, inputs)
-        if shape.cache_dtype == INT8:
-            codes, scales = torch.zeros(outputs, inputs, dtype=torch.uint8), torch.ones(outputs, 1).half()
-            weight = QuantisedWeight(codes, 8, inputs, scales, zero=128)
-        [part] = TritonCodes(torch.device("cpu")).pack_quantised(weight, shape.dtype).parts
-        slabs = inputs // 128
-        rows = torch.empty(all_rows, slabs, 128, dtype=shape.cache_dtype)
-        out = torch.empty(shape.num_queries, outputs, dtype=shape.dtype)
-        tile = choose_code_tile(shape.num_queries, outputs, NUM_PROCESSORS, EIGHT_BIT_TILES)
-        EightBitProduct(tile)(RoundedRows(rows, torch.empty(slabs, all_rows), shape.num_queries), part, None, out)
+    if shape.call in ("round", "eight bits"):
+        _call_eight_bits(shape)
         return
     if shape.call in ("norm", "gate"):
         x = torch.empty(NUM_SEQS, 2 * model.num_q_heads * model.dim, dtype=shape.dtype)

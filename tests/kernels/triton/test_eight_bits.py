@@ -20,12 +20,15 @@ from folio.kernels.triton.eight_bits import DTYPES, LEAST_ROWS, EightBitProduct,
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-FP8 = CUDA and torch.cuda.get_device_capability() < (8, 9)
-pytestmark = [pytest.mark.gpu] if CUDA else []
+LACKS_FP8 = CUDA and torch.cuda.get_device_capability() < (8, 9)
+# The interpreter multiplies what memory has beyond the last row, too.
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), *([pytest.mark.gpu] if CUDA else [])]
 INT8, FLOAT8 = DTYPES
 ALL_INPUTS = 1 << 20
-# Of the largest value: of sums in float32, rounded to float16; the interpreter cuts bfloat16 off.
+# Of the largest value: of sums in float32, rounded to float16; the interpreter cuts bfloat16 off. Tensor cores' sums of
+# 128 products of 8-bit floats have 14 bits on a Hopper.
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+HOPPER = 2e-3
 # What rounding normally distributed rows adds, of a product's norm; docs/guides/quantised.md has them.
 ROUNDING = {INT8: 0.008, FLOAT8: 0.028}
 
@@ -59,11 +62,12 @@ def check(weight: QuantisedWeight, rows: int, dtype: torch.dtype, tile: CodeTile
     product(rounded, part, bias.to(DEVICE), out[:, :outputs])
     expected = values_of(rounded, inputs) @ weight.dequantised().double().T + bias.double()
     off = ((out[:, :outputs].cpu().double() - expected).abs().max() / expected.abs().max()).item()
-    assert off <= TOLERANCE[dtype], f"{rows} rows: maximum difference {off:.2e}"  # NaN fails too
+    most = TOLERANCE[dtype] + (HOPPER if CUDA and part.codes.is_floating_point() else 0)
+    assert off <= most, f"{rows} rows: maximum difference {off:.2e}"  # NaN fails too
     assert bool((out[:, outputs:] == 7).all())
 
 
-@pytest.mark.skipif(FP8, reason="no tensor cores for 8-bit floats")
+@pytest.mark.skipif(LACKS_FP8, reason="no tensor cores for 8-bit floats")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("inputs", "group"), [(31, ALL_INPUTS), (100, ALL_INPUTS), (576, ALL_INPUTS), (576, 128), (576, 384)]
@@ -74,7 +78,7 @@ def test_products_equal_those_of_the_rounded_rows(dtype: torch.dtype, inputs: in
     check(weight_of(dtype, 70, inputs, group), 33, torch.bfloat16)
 
 
-@pytest.mark.skipif(FP8, reason="no tensor cores for 8-bit floats")
+@pytest.mark.skipif(LACKS_FP8, reason="no tensor cores for 8-bit floats")
 @pytest.mark.parametrize("tile", sorted({t for tiles in EIGHT_BIT_TILES.values() for t in tiles}, key=str), ids=str)
 def test_every_tile_cuts_the_last_rows_and_outputs(tile: CodeTile) -> None:
     torch.manual_seed(0)
@@ -104,7 +108,7 @@ def test_rows_are_rounded_to_the_nearest_codes(dtype: torch.dtype, given: torch.
     assert torch.equal(values_of(rounded, 1100), expected)
 
 
-@pytest.mark.skipif(FP8, reason="no tensor cores for 8-bit floats")
+@pytest.mark.skipif(LACKS_FP8, reason="no tensor cores for 8-bit floats")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_rounding_costs(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -126,7 +130,7 @@ def test_a_row_that_is_no_number_stays_so() -> None:
     assert finite.cpu().tolist() == [row not in (3, 5) for row in range(LEAST_ROWS)]
 
 
-@pytest.mark.skipif(FP8, reason="no tensor cores for 8-bit floats")
+@pytest.mark.skipif(LACKS_FP8, reason="no tensor cores for 8-bit floats")
 def test_parts_choose_their_products() -> None:
     """Those that fit are multiplied in 8 bits, others in the same weight are not; columns may have an order."""
     torch.manual_seed(0)
@@ -190,7 +194,7 @@ def test_tiles_fill_the_device_where_they_can() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA or FP8, reason="no CUDA device with tensor cores for 8-bit floats")
+@pytest.mark.skipif(not CUDA or LACKS_FP8, reason="no CUDA device with tensor cores for 8-bit floats")
 def test_products_in_a_graph() -> None:
     """Roundings and products of several parts: nothing of it waits for the device."""
     torch.manual_seed(0)

@@ -179,8 +179,8 @@ def measure_eight_bits(
         calls = [copies[i % len(copies)] for i in range(num_calls)]
         variants[name] = lambda: [product(one) for one in calls][-1]
 
-    def rounded(tile: CodeTile, weight: PackedWeight) -> torch.Tensor:
-        product, [part], out = products[tile], weight.parts, x.new_empty(rows, outputs)
+    def rounded(product: EightBitProduct, weight: PackedWeight) -> torch.Tensor:
+        [part], out = weight.parts, x.new_empty(rows, outputs)
         product(product.round(x, part.codes.dtype), part, None, out)
         return out
 
@@ -192,9 +192,9 @@ def measure_eight_bits(
         add(name, partial(linear, x), weight, weight.nbytes, cloned)
         if name != "4 bits" and rows > 1:
             add(f"{name} widened", partial(widened, x), weight, weight.nbytes, cloned)
-            for tile in products:
+            for tile, product in products.items():
                 title_of = f"{name} rounded, {tile.outputs} x {tile.rows}, {tile.num_warps} warps"
-                add(title_of, partial(rounded, tile), weight, weight.nbytes, cloned)
+                add(title_of, partial(rounded, product), weight, weight.nbytes, cloned)
     by_torch, codes = scaled_product(x, values)
     try:
         by_torch(codes)
@@ -222,7 +222,12 @@ def scaled_product(x: torch.Tensor, values: torch.Tensor) -> tuple[Callable[[Any
     """torch's product with a scale for each row and output, and the codes that it takes."""
     scales = [tensor.float().abs().amax(1, keepdim=True) / 448 for tensor in (x, values)]
     rows, codes = ((tensor / scale).to(torch.float8_e4m3fn) for tensor, scale in zip((x, values), scales, strict=True))
-    options = {"scale_a": scales[0], "scale_b": scales[1].t(), "out_dtype": x.dtype, "use_fast_accum": True}
+    options: dict[str, Any] = {
+        "scale_a": scales[0],
+        "scale_b": scales[1].t(),
+        "out_dtype": x.dtype,
+        "use_fast_accum": True,
+    }
     return lambda weight: torch._scaled_mm(rows, weight.t(), **options), codes
 
 

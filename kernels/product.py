@@ -54,7 +54,13 @@ def select_product(device: torch.device, *, dependent: bool = False) -> FewRowPr
 
 
 class PackedProduct(Protocol):
-    """`x @ weight.T + bias` with packed weights, for one device: `CpuLinear`, and `TritonCodes` on CUDA."""
+    """`x @ weight.T + bias` with packed weights, for one device: `CpuLinear`, and `TritonCodes` on CUDA.
+
+    Attributes:
+        int8_group: inputs that have one scale in weights which Folio rounds to 8 bits.
+    """
+
+    int8_group: int
 
     def unsupported(self, dtype: torch.dtype) -> str | None:
         """Why there are no products in this dtype, as a sentence; `None` if there are."""

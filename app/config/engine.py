@@ -144,8 +144,8 @@ class EngineConfig:
             `None`: only `adapters` are served.
         max_loaded_adapters: adapters kept in memory; the least recently used one goes first.
         quantization: "int8" or "int4": weights of linear layers, the output layer included, as integers of 8 or 4 bits
-            with a scale for each 32 inputs (dtype bfloat16; float32 on CPUs, float16 on GPUs). Embeddings keep their
-            dtype. "none": as the checkpoint has them; one that is quantised stays so.
+            with a scale for each 32 inputs, of int8 on GPUs for each 128 (dtype bfloat16; float32 on CPUs, float16 on
+            GPUs). Embeddings keep their dtype. "none": as the checkpoint has them; one that is quantised stays so.
         fair_tenants: deficit round robin over tenants in the waiting queue.
         max_queued_requests: bound of the waiting queue, beyond the requests that may begin with the next step; more
             are refused with `OverloadedError`. `None`: no bound. "auto": four times `max_num_seqs` in a server, no

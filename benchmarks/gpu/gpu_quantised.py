@@ -4,8 +4,12 @@
 1 to 256 rows, beside torch's with the same values in bfloat16; and other tiles than the chosen ones. Bytes a second are
 those of codes and scales, for bfloat16, too; one fact is what the device reads at most.
 
+--measure eight_bits: of the same weights in int8 and float8, with a scale for each 128 inputs, 1 to 256 rows: as the
+number of rows chooses, with codes widened, and with rows rounded to 8 bits, by every tile; beside bfloat16, 4 bits, and
+`torch._scaled_mm` with rows that were rounded before.
+
 --measure steps: greedy decode steps of Llama-3-8B's shape with random weights, 1 to 256 sequences of 1,024 tokens, in
-bfloat16 and in codes of 4 bits with a scale for each 32 inputs, by decode graphs.
+bfloat16, in codes of 4 bits with a scale for each 32 inputs, and of 8 with one for each 128, by decode graphs.
 
 --fake runs tiny sizes in Triton's interpreter, and measures nothing.
 """
@@ -37,13 +41,14 @@ from benchmarks.gpu.gpu_products import CACHE_BYTES, FAKE_ROWS, ROWS, SHAPES, TI
 from benchmarks.gpu.parts import Parts, arguments
 from folio.app.engine.layers.linear import Product, pack_linears, packed_by
 from folio.app.engine.model import checkpoint_module
-from folio.kernels import QuantisedWeight
+from folio.kernels import QuantisedWeight, quantise
 from folio.kernels.quantised import Bits
 from tests.kernels.quantised_weights import random_weight
 
 if TYPE_CHECKING:
     from folio.kernels.cpu.ops import PackedWeight
-    from folio.kernels.triton.codes import CodeTile
+    from folio.kernels.triton.code_tiles import CodeTile
+    from folio.kernels.triton.codes import TritonCodes
 
 # The first of all weights, the others of one: as Q4_0, Q4_K, Q6_K, Q8_0, Q2_K and MXFP4 have them.
 FORMS: tuple[tuple[Bits, str], ...] = (
@@ -54,17 +59,22 @@ FORMS: tuple[tuple[Bits, str], ...] = (
     (2, "nested offsets"),
     (4, "table"),
 )
-CODES_STD = 4.6  # of uniform codes of 4 bits
+# By bits: the group, and how far uniform codes are apart.
+STEPS: dict[str, tuple[Bits, int, float]] = {"codes of 4 bits": (4, 32, 4.6), "codes of 8 bits": (8, 128, 74.0)}
+EIGHT_BIT_ROWS = (1, 16, 32, 256)
+SLAB = 128
+# Of rows and weights in float8: 3.7 % of the norm, of the largest of a million values.
+EIGHT_BIT_TOLERANCE = 8e-2
 TIMED_STEPS = 24
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--measure", choices=("products", "steps"), required=True)
+    parser.add_argument("--measure", choices=("products", "eight_bits", "steps"), required=True)
     args = parser.parse_args()
     parts = Parts(math.inf)  # one that fails leaves the figures of the others
     torch.manual_seed(0)
-    {"products": products, "steps": steps}[args.measure](args, parts)
+    {"products": products, "eight_bits": eight_bits, "steps": steps}[args.measure](args, parts)
     parts.finish()
 
 
@@ -110,10 +120,10 @@ def measure_product(title: str, weight: QuantisedWeight, rows: int, device: torc
 
 def tiles(rows: int) -> list[CodeTile]:
     """Those that are compared, for so many rows."""
-    from folio.kernels.triton.codes import ONE_ROW, TILES, CodeTile
+    from folio.kernels.triton.code_tiles import ONE_ROW, CodeTile, tiles_of
 
     if rows > 1:
-        return list(TILES[next((most for most in TILES if most >= rows), max(TILES))])
+        return list(tiles_of(rows))
     return [
         ONE_ROW,
         CodeTile(8, 1, 16, 4, 3),
@@ -133,22 +143,112 @@ def cloned(weight: PackedWeight) -> PackedWeight:
     return replace(weight, parts=tuple(replace(part, **copies(part)) for part in weight.parts))
 
 
+# ---- products in 8 bits ----
+
+
+def eight_bits(args: argparse.Namespace, parts: Parts) -> None:
+    from folio.kernels.triton.codes import TritonCodes
+
+    device = torch.device("cpu" if args.fake else "cuda")
+    linear, sizes = TritonCodes(device), {"o": TINY.sizes["o"]} if args.fake else SHAPES[0].sizes
+    for name, (outputs, inputs) in sizes.items():
+        packed = {"4 bits": linear.pack_quantised(random_weight(4, "scales", outputs, inputs), sweep.DTYPE)}
+        values = linear.rows(packed["4 bits"], torch.arange(outputs, device=device))
+        packed["int8"] = linear.pack_quantised(quantise(values, 8, SLAB), sweep.DTYPE)
+        packed["float8"] = linear.pack_quantised(in_float8(values), sweep.DTYPE)
+        for rows in FAKE_ROWS if args.fake else EIGHT_BIT_ROWS:
+            title = f"8 bits, {name} {outputs} x {inputs}, {rows} rows"
+            parts.run(title, partial(measure_eight_bits, title, packed, values, rows, linear))
+
+
+def measure_eight_bits(
+    title: str, packed: dict[str, PackedWeight], values: torch.Tensor, rows: int, linear: TritonCodes
+) -> None:
+    from folio.kernels.triton.code_tiles import EIGHT_BIT_TILES, choose_tile, tiles_of
+    from folio.kernels.triton.codes import TritonCodes
+    from folio.kernels.triton.eight_bits import EightBitProduct
+    from folio.kernels.triton.product import num_processors
+
+    (outputs, inputs), device, fake = values.shape, values.device, values.device.type == "cpu"
+    x = torch.randn(rows, inputs, device=device).to(sweep.DTYPE)
+    variants: dict[str, Callable[[], torch.Tensor]] = {}
+
+    def add(name: str, product: Callable[[Any], torch.Tensor], weight: Any, num_bytes: int, copy: Any) -> None:
+        copies = [copy(weight) for _ in range(2 if fake else math.ceil(CACHE_BYTES / num_bytes))]
+        # As often as weights are read in 4 bits: every variant makes as many calls.
+        calls = [copies[i % len(copies)] for i in range(num_calls)]
+        variants[name] = lambda: [product(one) for one in calls][-1]
+
+    def rounded(product: EightBitProduct, weight: PackedWeight) -> torch.Tensor:
+        [part], out = weight.parts, x.new_empty(rows, outputs)
+        product(product.round(x, part.codes.dtype), part, None, out)
+        return out
+
+    num_calls = 2 if fake else math.ceil(CACHE_BYTES / packed["4 bits"].nbytes)
+    products = {tile: EightBitProduct(tile) for tile in tiles_of(rows, EIGHT_BIT_TILES)}
+    add("bfloat16", partial(functional.linear, x), values, values.nbytes, torch.clone)
+    widened = TritonCodes(device, choose_tile(rows, outputs, num_processors(device)))
+    for name, weight in packed.items():
+        add(name, partial(linear, x), weight, weight.nbytes, cloned)
+        if name != "4 bits" and rows > 1:
+            add(f"{name} widened", partial(widened, x), weight, weight.nbytes, cloned)
+            for tile, product in products.items():
+                title_of = f"{name} rounded, {tile.outputs} x {tile.rows}, {tile.num_warps} warps"
+                add(title_of, partial(rounded, product), weight, weight.nbytes, cloned)
+    by_torch, codes = scaled_product(x, values)
+    try:
+        by_torch(codes)
+        add("torch._scaled_mm", by_torch, codes, codes.nbytes, torch.clone)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        record(f"{title}, torch._scaled_mm", f"is not there: {str(error)[:200]}")
+    repeats, least_s = (1, 0.0) if fake else (3, 0.01)
+    options: dict[str, Any] = {"num_calls": num_calls, "repeats": repeats, "least_s": least_s}
+    medians = compare(title, variants, device, tolerance=EIGHT_BIT_TOLERANCE, **options)
+    for name in ("int8", "float8"):
+        ratios = {to: medians[to] / medians[name] for to in ("bfloat16", "4 bits")}
+        shown = ", ".join(f"{ratio:.2f} times {to}" for to, ratio in ratios.items())
+        record(f"{title}, {name}", f"{shown} in speed", **{to.replace(" ", "_"): ratio for to, ratio in ratios.items()})
+
+
+def in_float8(values: torch.Tensor) -> QuantisedWeight:
+    """With a scale for each slab of an output."""
+    slabs = functional.pad(values.float(), (0, -values.shape[1] % SLAB)).unflatten(1, (-1, SLAB))
+    scales = (slabs.abs().amax(2) / 448).half()
+    codes = (slabs / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return QuantisedWeight(codes.flatten(1)[:, : values.shape[1]], 8, SLAB, scales)
+
+
+def scaled_product(x: torch.Tensor, values: torch.Tensor) -> tuple[Callable[[Any], torch.Tensor], torch.Tensor]:
+    """torch's product with a scale for each row and output, and the codes that it takes."""
+    scales = [tensor.float().abs().amax(1, keepdim=True) / 448 for tensor in (x, values)]
+    rows, codes = ((tensor / scale).to(torch.float8_e4m3fn) for tensor, scale in zip((x, values), scales, strict=True))
+    options: dict[str, Any] = {
+        "scale_a": scales[0],
+        "scale_b": scales[1].t(),
+        "out_dtype": x.dtype,
+        "use_fast_accum": True,
+    }
+    return lambda weight: torch._scaled_mm(rows, weight.t(), **options), codes
+
+
 # ---- steps ----
 
 
 def steps(args: argparse.Namespace, parts: Parts) -> None:
     sizes = replace(sweep.QUICK, batches=FAKE_ROWS) if args.fake else sweep.Sizes()
     times: dict[tuple[str, int], float] = {}
-    for kind in ("bfloat16", "codes"):
+    kinds = list(STEPS)[:1] if args.fake else list(STEPS)
+    for kind in ("bfloat16", *kinds):
         parts.run(f"steps in {kind}", partial(measure_steps, args, sizes, kind, times))
-    for batch in sizes.batches:
-        dense, codes = (times.get((kind, batch), math.nan) for kind in ("bfloat16", "codes"))
-        record(
-            f"quantised decode step of {batch}",
-            f"{codes * 1e3:.2f} ms in codes of 4 bits, {dense * 1e3:.2f} in bfloat16: {dense / codes:.2f} times",
-            step_ms=codes * 1e3,
-            bfloat16_ms=dense * 1e3,
-        )
+    for kind in kinds:
+        for batch in sizes.batches:
+            dense, codes = (times.get((one, batch), math.nan) for one in ("bfloat16", kind))
+            record(
+                f"quantised decode step of {batch}, {kind}",
+                f"{codes * 1e3:.2f} ms in {kind}, {dense * 1e3:.2f} in bfloat16: {dense / codes:.2f} times",
+                step_ms=codes * 1e3,
+                bfloat16_ms=dense * 1e3,
+            )
 
 
 def measure_steps(args: argparse.Namespace, sizes: sweep.Sizes, kind: str, times: dict[tuple[str, int], float]) -> None:
@@ -158,8 +258,8 @@ def measure_steps(args: argparse.Namespace, sizes: sweep.Sizes, kind: str, times
     def packed(module: Any, *arguments: Any, **options: Any) -> None:
         if not args.fake:  # where layers would be packed for the CPU
             optimise(module, *arguments, **options)
-        if kind == "codes":
-            pack(module, device)
+        if kind in STEPS:
+            pack(module, device, *STEPS[kind])
 
     config, settings = sweep.config_of("tiny" if args.fake else sweep.DEFAULT_SHAPE), dict[str, Any]()
     settings |= {"decode_graphs": "off", "num_threads": 1} if args.fake else {"decode_graphs": "on"}
@@ -183,7 +283,7 @@ def median_step(llm: Any, count: int) -> float:
     return statistics.median(times)
 
 
-def pack(module: torch.nn.Module, device: torch.device) -> None:
+def pack(module: torch.nn.Module, device: torch.device, bits: Bits, group: int, codes_std: float) -> None:
     """Replace the weights of linear layers by random codes, about as far apart."""
     from folio.kernels.triton.codes import TritonCodes
 
@@ -191,9 +291,10 @@ def pack(module: torch.nn.Module, device: torch.device) -> None:
 
     def pack_one(weight: torch.Tensor) -> PackedWeight:
         outputs, inputs = weight.shape
-        codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device)
-        scales = torch.full((outputs, -(-inputs // 32)), sweep.WEIGHT_STD / CODES_STD, device=device).half()
-        return linear.pack_quantised(QuantisedWeight(codes, 4, 32, scales, zero=8), weight.dtype)
+        codes = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8, device=device)
+        scales = torch.full((outputs, -(-inputs // group)), sweep.WEIGHT_STD / codes_std, device=device).half()
+        quantised = QuantisedWeight(codes, bits, group, scales, zero=2 ** (bits - 1))
+        return linear.pack_quantised(quantised, weight.dtype)
 
     pack_linears(module, packed_by(Product(pack_one, linear)))
 

@@ -8,7 +8,7 @@ from benchmarks.gpu_day.job import Job
 from benchmarks.gpu_day.runner import num_processors
 
 # Seconds of a stage, the ends of its jobs included.
-BUDGET_S, BUDGETS_S = 480.0, {"server": 400.0, "fleet": 330.0}
+BUDGET_S, BUDGETS_S = 480.0, {"server": 400.0, "fleet": 330.0, "quantised": 590.0}
 # Without a device, where jobs share a busy machine.
 FAKE_BUDGET_S, FAKE_LIMITS = 480.0, 2
 # Of which the most mappings are counted.
@@ -101,11 +101,13 @@ def kernels(fake: bool) -> list[Job]:
 
 def quantised(fake: bool) -> list[Job]:
     """Products with quantised weights: right, then how fast, then what a decode step gains."""
-    tests = "tests/kernels/triton/test_codes.py"
+    tests, tiny = "tests/kernels/triton", "test_tiles_fill"
     return [
-        _pytest("codes", tests, "", fake, tiny="test_tiles_fill", limit_s=100),
+        _pytest("codes", f"{tests}/test_codes.py", "", fake, tiny=tiny, limit_s=100),
+        _pytest("eight bits", f"{tests}/test_eight_bits.py", "", fake, tiny=tiny, limit_s=100),
+        _program("products in 8 bits", "gpu_quantised", fake, 150, "--measure", "eight_bits"),
+        _program("quantised steps", "gpu_quantised", fake, 240, "--measure", "steps"),
         _program("quantised products", "gpu_quantised", fake, 160, "--measure", "products"),
-        _program("quantised steps", "gpu_quantised", fake, 210, "--measure", "steps"),
     ]
 
 

@@ -13,7 +13,7 @@ import torch
 from folio.kernels.cpu.build import build_name, load_function
 from folio.kernels.elementwise import ACTIVATIONS, Activation, Elementwise, RotaryWrite, WriteLayer
 from folio.kernels.errors import KernelError
-from folio.kernels.quantised import LEAST_GROUP, QuantisedWeight
+from folio.kernels.quantised import LEAST_GROUP, QuantisedWeight, as_integers
 from folio.kernels.reference import write_by_index
 
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -136,6 +136,8 @@ class CpuLinear:
         KernelError: the library cannot be compiled.
     """
 
+    int8_group = LEAST_GROUP[8]
+
     def __init__(self, march: str = "native") -> None:
         self.build = build_name("linear", march)  # weights packed under the same name have the same order
         load = partial(load_function, "linear", march=march)
@@ -171,6 +173,7 @@ class CpuLinear:
         joined by their `parts`."""
         if dtype not in _PLAIN_DTYPES:
             raise ValueError(f"a quantised weight for {dtype}")
+        weight = as_integers(weight)
         (outputs, inputs), bits, device = weight.shape, weight.bits, weight.codes.device
         lanes = self._tile(_CODES)
         slabs, tiles = -(-inputs // _SLAB), -(-outputs // lanes)

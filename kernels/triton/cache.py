@@ -18,7 +18,7 @@ _TILE_ELEMENTS = 2048  # of one token's keys per program: 16 per thread
 
 
 @triton.jit
-def _to_fp8(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, EMULATED: tl.constexpr) -> tl.tensor:
+def to_fp8(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, EMULATED: tl.constexpr) -> tl.tensor:
     """`x / scale`, clipped, as an 8-bit float; NaN stays NaN."""
     LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
     scaled = tl.div_rn(x.to(tl.float32), scale)
@@ -51,7 +51,7 @@ def store_cached(
         scale = tl.full([1, 1], 1.0, tl.float32)
         if scales_ptr is not None:
             scale = tl.load(scales_ptr + heads, mask=heads < NUM_HEADS, other=1.0)[:, None]
-        rows = _to_fp8(rows, scale, cache_dtype, EMULATED)
+        rows = to_fp8(rows, scale, cache_dtype, EMULATED)
     pointers = target + heads.to(tl.int64)[:, None] * head_stride + dims[None, :]
     tl.store(pointers, rows, mask=there)
 

@@ -10,7 +10,8 @@ words, then 16 high ones, each with 8 fields:
 
 In memory all outputs of a slab are neighbours, so that a tile of any number of outputs is read at once; scales are
 likewise. A part is unpacked by a shift and a mask, without moves between lanes, and has one scale. One row is
-multiplied in float32, several by tensor cores, in the dtype of the rows.
+multiplied in float32, several by tensor cores, in the dtype of the rows; many, with codes of 8 bits, in 8 bits
+(`eight_bits`), for which integers are stored less 128.
 """
 
 # ruff: noqa: N803 (compile-time constants are capitals in Triton's kernels)
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from triton.runtime.jit import JITFunction
 
 from folio.kernels.cpu.ops import PackedWeight, WeightPart
 from folio.kernels.quantised import QuantisedWeight
+from folio.kernels.triton.code_tiles import CodeTile, choose_tile
+from folio.kernels.triton.eight_bits import LEAST_ROWS, EightBitProduct, RoundedRows
 from folio.kernels.triton.launch import Kernel, Launch
 from folio.kernels.triton.product import num_processors
 
@@ -42,35 +45,7 @@ _WORD_BYTES = 8
 _DTYPES = (torch.bfloat16, torch.float16)
 _PACKED_CODES = 1 << 24  # that are packed at a time
 _MOST_LAUNCHES = 1 << 12
-
-
-@dataclass(frozen=True, slots=True)
-class CodeTile:
-    """Work of a program.
-
-    Attributes:
-        outputs: of a program.
-        rows: of a program; 1: no tensor cores.
-        slabs: of an output that are read at once, 1 with tensor cores.
-        num_stages: tiles in flight, and one in use.
-    """
-
-    outputs: int
-    rows: int
-    slabs: int
-    num_warps: int
-    num_stages: int
-
-
-ONE_ROW = CodeTile(8, 1, 8, 2, 3)
-# By the most rows; those that read the least first, as in `product`.
-TILES = {
-    16: (CodeTile(64, 16, 1, 4, 5), CodeTile(32, 16, 1, 2, 6), CodeTile(16, 16, 1, 1, 8)),
-    64: (CodeTile(64, 64, 1, 4, 4), CodeTile(32, 64, 1, 2, 4)),
-    128: (CodeTile(128, 128, 1, 8, 2), CodeTile(64, 128, 1, 4, 2), CodeTile(64, 64, 1, 4, 4)),
-}
 LOOK_UP = CodeTile(16, 1, 8, 4, 1)
-_FULL_WAVE = 0.9  # of the processors
 
 
 @triton.jit
@@ -92,6 +67,7 @@ def _values(
     HIGH: tl.constexpr,
     ZERO: tl.constexpr,
     TABLE: tl.constexpr,
+    FLOATS: tl.constexpr,
 ) -> tl.tensor:
     """The codes of a part, less their zero, or what the table has for them: float32."""
     code = (low >> (LOW * PART)).to(tl.int32) & (2**LOW - 1)
@@ -99,8 +75,11 @@ def _values(
         code |= ((high >> (HIGH * PART)).to(tl.int32) & (2**HIGH - 1)) << LOW
     if TABLE:
         return (tl.where(code < 8, first, second) >> ((code & 7) * 8).to(tl.int64)).to(tl.int8).to(tl.float32)
+    if FLOATS:  # sign, exponent and mantissa of e4m3 in their places: less by 2 ** 120, subnormal ones too
+        return (((code & 128) << 24) | ((code & 127) << 20)).to(tl.float32, bitcast=True) * 2.0**120
     # The bits of 2 ** 23 + code: twice as fast as a conversion.
-    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+    bits = code ^ 0x4B000080 if LOW == 8 else code | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_output"])
@@ -131,6 +110,7 @@ def _codes_kernel(
     WORD_PARTS: tl.constexpr,
     SLABS_A_SCALE: tl.constexpr,
     HALVES: tl.constexpr,
+    FLOATS: tl.constexpr,  # codes are float8
     EVEN: tl.constexpr,  # whole slabs, and whole tiles of them
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -189,7 +169,7 @@ def _codes_kernel(
                     scale *= super_scale
                     if KINDS > 1:
                         offset *= super_offset
-            values = _values(low, high, table, second, part, LOW, HIGH, ZERO, table_ptr is not None)
+            values = _values(low, high, table, second, part, LOW, HIGH, ZERO, table_ptr is not None, FLOATS)
             values *= tl.expand_dims(scale, -1)
             if KINDS > 1:
                 values += tl.expand_dims(offset, -1)
@@ -228,17 +208,19 @@ def _codes_kernel(
 
 
 class TritonCodes:
-    """The products in Triton, with rows that are not rounded. A kernel is compiled for each form and size of a weight
-    on first use, which takes seconds.
+    """The products in Triton, with rows that are not rounded, or by `EightBitProduct`. A kernel is compiled for each
+    form and size of a weight on first use, which takes seconds.
 
     Args:
         device: of packed weights.
-        tile: instead of those that are chosen by the number of rows.
+        tile: instead of those that are chosen by the number of rows, none of which is rounded then.
     """
+
+    int8_group = _SLAB.value
 
     def __init__(self, device: torch.device, tile: CodeTile | None = None) -> None:
         self._device, self._tile = device, tile
-        self._kernel = Kernel(_codes_kernel)
+        self._kernel, self._eight_bits = Kernel(_codes_kernel), EightBitProduct()
         self._launches: dict[tuple[object, ...], Launch] = {}
 
     def unsupported(self, dtype: torch.dtype) -> str | None:
@@ -255,14 +237,17 @@ class TritonCodes:
         device = torch.device("meta") if weight.codes.is_meta else self._device
         (outputs, inputs), bits, kinds = weight.shape, weight.bits, 1 if weight.offsets is None else 2
         slabs = -(-inputs // _SLAB.value)
+        floats = weight.codes.is_floating_point()
+        stored = weight.codes.dtype if floats else torch.int8 if bits == 8 else torch.uint8
         codes = torch.empty(slabs, outputs, _LANES.value * bits, dtype=torch.uint8, device=device)
         rows = max(1, _PACKED_CODES // inputs)
         for start in () if weight.codes.is_meta else range(0, outputs, rows):
             codes[:, start : start + rows] = _packed(weight.codes[start : start + rows].to(device), bits)
-        # Inputs of a slab that have one scale, and the slabs of a scale for whole ones.
-        group = math.gcd(weight.group, _SLAB.value)
-        every = 1 if group < _SLAB.value else weight.group // group
-        repeats, entries = weight.group // group // every, -(-slabs // every)
+        # Inputs of a slab that have one scale, and the slabs of a scale for whole ones. A group of all inputs is whole.
+        whole = weight.group if weight.group < inputs else slabs * _SLAB.value
+        group = math.gcd(whole, _SLAB.value)
+        every = 1 if group < _SLAB.value else whole // group
+        repeats, entries = whole // group // every, -(-slabs // every)
 
         def by_slab(values: torch.Tensor | None) -> Iterator[torch.Tensor]:
             """`[entries, outputs, 1, groups of a slab]`."""
@@ -277,7 +262,7 @@ class TritonCodes:
         supers = [s.to(device, torch.float16).t() for s in (weight.super_scales, weight.super_offsets) if s is not None]
         table = None if weight.table is None else torch.tensor(weight.table, dtype=torch.int8).view(torch.int64)
         part = WeightPart(
-            codes,
+            codes.view(stored),
             outputs,
             bits,
             scales.to(torch.int8 if nested else torch.float16),
@@ -327,10 +312,17 @@ class TritonCodes:
             return out
         x = x.contiguous() if weight.order is None else x.index_select(-1, weight.order)
         flat, start = out.view(num_rows, num_outputs), 0
+        rounded: dict[torch.dtype, RoundedRows] = {}
         for part in weight.parts:
             here = slice(start, start := start + part.outputs)
+            part_bias = None if bias is None else bias[here]
+            if self._tile is None and num_rows >= LEAST_ROWS and self._eight_bits.fits(part):
+                if (dtype := part.codes.dtype) not in rounded:
+                    rounded[dtype] = self._eight_bits.round(x.view(num_rows, weight.inputs), dtype)
+                self._eight_bits(rounded[dtype], part, part_bias, flat[:, here])
+                continue
             tile = self._tile or choose_tile(num_rows, part.outputs, num_processors(x.device))
-            tensors = {"x_ptr": x, "bias_ptr": None if bias is None else bias[here], "out_ptr": flat[:, here]}
+            tensors = {"x_ptr": x, "bias_ptr": part_bias, "out_ptr": flat[:, here]}
             grid = triton.cdiv(part.outputs, tile.outputs), triton.cdiv(num_rows, tile.rows), 1
             self._launch(weight, part, tile, grid, tensors, num_outputs, num_rows=num_rows)
         return out
@@ -384,6 +376,7 @@ class TritonCodes:
                 "WORD_PARTS": _PARTS.value // groups * word_groups,
                 "SLABS_A_SCALE": part.every,
                 "HALVES": part.supers is None,
+                "FLOATS": part.codes.is_floating_point(),
                 "EVEN": weight.inputs % (_SLAB.value * tile.slabs) == 0,
                 "BLOCK_OUTPUTS": tile.outputs,
                 "BLOCK_ROWS": tile.rows,
@@ -395,18 +388,10 @@ class TritonCodes:
         launch(grid, *given.values(), **numbers)
 
 
-def choose_tile(num_rows: int, num_outputs: int, num_processors: int) -> CodeTile:
-    """The first tile for so many rows of which one wave fills the processors."""
-    if num_rows == 1:
-        return ONE_ROW
-    tiles = TILES[next((rows for rows in TILES if rows >= num_rows), max(TILES))]
-    wanted = _FULL_WAVE * num_processors
-    filling = (t for t in tiles if triton.cdiv(num_outputs, t.outputs) * triton.cdiv(num_rows, t.rows) >= wanted)
-    return next(filling, tiles[-1])
-
-
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes `[outputs, inputs]` as `[slabs, outputs, bytes]`."""
+    if bits == 8:
+        codes = codes.view(torch.uint8) if codes.is_floating_point() else codes ^ 128
     padded = nn.functional.pad(codes, (0, -codes.shape[1] % _SLAB.value))
     fields = padded.view(len(codes), -1, _PARTS.value, _LANES.value)
     low = _LOW_BITS[bits]
@@ -425,7 +410,7 @@ def _form(part: WeightPart) -> tuple[object, ...]:
     """What equal kernels, and parts that can be joined, have in common."""
     shape = () if part.scales is None else (part.scales.shape[0], part.scales.shape[2])
     optional = (part.supers is None, part.factors is None, part.table is None)
-    return part.bits, part.zero, part.every, part.has_offsets, *shape, *optional
+    return part.codes.dtype, part.bits, part.zero, part.every, part.has_offsets, *shape, *optional
 
 
 def _table(part: WeightPart) -> list[int] | None:

@@ -90,8 +90,9 @@ def keep_logits_unrounded(output: nn.Module | None) -> None:
 
 def rounding_product(linear: PackedProduct, bits: Literal[4, 8]) -> Product:
     """Weights are quantised as they are packed. Args: `linear`: has products in their dtype."""
+    group = linear.int8_group if bits == 8 else None
     return Product(
-        lambda weight: linear.merged(linear.pack_quantised(quantise(weight, bits), weight.dtype)),
+        lambda weight: linear.merged(linear.pack_quantised(quantise(weight, bits, group), weight.dtype)),
         linear,
     )
 

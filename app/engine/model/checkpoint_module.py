@@ -146,9 +146,12 @@ def find_quantised(config: ResolvedConfig, hf_config: PreTrainedConfig) -> Quant
             folder = Path(snapshot_download(config.model, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
-    shared_experts = config.tensor_parallel_size > 1 and has_experts(hf_config.get_text_config().to_dict())
-    on_cpu = config.device == "cpu" and config.dtype != "float16"
-    return open_checkpoint(folder, floats=on_cpu and config.quantization == "none" and not shared_experts)
+    experts = has_experts(hf_config.get_text_config().to_dict())
+    if config.device == "cpu":
+        floats = config.dtype != "float16" and not (experts and config.tensor_parallel_size > 1)
+    else:
+        floats = config.dtype != "float32" and not experts
+    return open_checkpoint(folder, floats=floats and config.quantization == "none")
 
 
 def _quantised_module(

@@ -15,6 +15,7 @@ from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
 from folio.kernels import CpuLinear, QuantisedWeight
 from folio.kernels.cpu.experts import CpuExperts, stacked
 from folio.kernels.cpu.ops import PackedWeight
+from folio.kernels.quantised import as_integers
 
 # Fields of a `QuantisedWeight` that have a row for each output.
 _BY_OUTPUT = ("codes", "scales", "offsets", "super_scales", "super_offsets", "factors")
@@ -101,7 +102,7 @@ class ExpertReader:
             return torch.cat(dense)
         if dense:
             raise ModelError(f"{' and '.join(names)} are partly quantised, which is not read")
-        return [value for value in values if isinstance(value, QuantisedWeight)]
+        return [as_integers(value) for value in values if isinstance(value, QuantisedWeight)]
 
 
 def _together(found: Sequence[Sequence[Any]]) -> PackedWeight | torch.Tensor:

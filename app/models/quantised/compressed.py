@@ -16,7 +16,7 @@ import torch
 
 from folio.app.config.quantised import Scheme
 from folio.app.errors import ModelError
-from folio.app.models.quantised.fp8 import DTYPES, block_scales, rounded
+from folio.app.models.quantised.fp8 import DTYPES, block_scales, of_floats
 from folio.app.models.quantised.packed import Layout, Parts, grouped, unpacked
 from folio.kernels import QuantisedWeight
 
@@ -79,10 +79,10 @@ def _by_output(parts: Parts, ending: str, tensor: torch.Tensor, outputs: int) ->
 def _from_fp8(parts: Parts, values: torch.Tensor, scheme: Scheme) -> QuantisedWeight:
     scales, outputs = parts.scales(_SCALES), len(values)
     if scheme.block is not None:
-        return rounded(values, block_scales(parts, _SCALES, scales, scheme, values.shape))
+        return of_floats(values, *block_scales(parts, _SCALES, scales, scheme, values.shape))
     scales = _by_output(parts, _SCALES, scales, outputs)
     parts.expect(_SCALES, scales, outputs, 1)
-    return rounded(values, scales)
+    return of_floats(values, scales, values.shape[1])
 
 
 LAYOUT = Layout((_CODES, _VALUES, _SCALES, _ZEROS, _SHAPE, _GROUPS, *_UNUSED), frozenset({_CODES, _SCALES}), _read)

@@ -13,7 +13,8 @@ from tests.kernels.quantised_weights import CASES, random_weight
 
 pytest.importorskip("triton")
 
-from folio.kernels.triton.codes import ONE_ROW, TILES, CodeTile, TritonCodes, choose_tile
+from folio.kernels.triton.code_tiles import ONE_ROW, TILES, CodeTile, choose_tile
+from folio.kernels.triton.codes import TritonCodes
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

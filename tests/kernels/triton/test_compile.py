@@ -27,7 +27,7 @@ import torch
 
 from folio.kernels import CacheScales, HeadNorm, Masking, RotaryWrite, VarlenBatch
 from folio.kernels.provider import AttentionCall, CacheWrite
-from folio.kernels.quantised import Bits
+from folio.kernels.quantised import Bits, QuantisedWeight
 from folio.vmem.backends.host import HostBackend
 from folio.vmem.layout import LayerSpec, LayoutKind, plan_layout
 from tests.kernels.quantised_weights import random_weight
@@ -63,8 +63,8 @@ GEMMA = Model(21, 16, 8, 256, Masking(1 / 16, window_left=4095, softcap=50.0), 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate", "product", "codes", "rows", "choose",
-    "penalise" or "replace".
+    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate", "product", "codes", "rows", "round",
+    "eight bits", "choose", "penalise" or "replace".
 
     Attributes:
         block_tokens: of the block-table view, 0 for as many as `plan_layout` chooses; None is the region view.
@@ -75,7 +75,7 @@ class Shape:
         tuning: of the decode kernel.
         programs: the least that a processor must hold at once.
         bits: of a quantised weight.
-        form: of `random_weight`.
+        form: of `random_weight`; "floats": codes are floats.
     """
 
     call: str
@@ -98,7 +98,7 @@ class Shape:
         view = "region" if self.block_tokens is None else f"{self.kind} blocks {self.block_tokens or 'planned'}"
         work = (
             f"{self.num_queries} queries"
-            if self.call in ("prefill", "product", "codes")
+            if self.call in ("prefill", "product", "codes", "eight bits")
             else f"{self.num_splits} splits"
         )
         work += f", {self.tuning}" if self.call == "decode" else f", {self.bits} bits {self.form}" if self.form else ""
@@ -126,7 +126,7 @@ DECODES = tuple(
 FORMS: tuple[tuple[int, int, Bits, str], ...] = (
     *((rows, programs, 4, "scales") for rows, programs in ((1, 12), (16, 7), (64, 4), (256, 3))),
     *((rows, programs, 4, "nested offsets") for rows, programs in ((1, 8), (16, 7), (256, 3))),
-    *((rows, programs, 4, "offsets") for rows, programs in ((1, 8), (16, 7))),
+    *((rows, programs, 4, "offsets") for rows, programs in ((1, 8), (16, 6))),
     (1, 8, 4, "table"),
     (16, 6, 4, "wide groups"),
     (1, 8, 2, "nested offsets"),
@@ -135,10 +135,20 @@ FORMS: tuple[tuple[int, int, Bits, str], ...] = (
     (1, 8, 6, "nested"),
     (1, 8, 8, "scales"),
     (256, 3, 8, "scales"),
+    (1, 8, 8, "floats"),
+    (16, 5, 8, "floats"),
 )
 CODES = tuple(
     Shape("codes", LLAMA, num_queries=rows, programs=programs, bits=bits, form=form)
     for rows, programs, bits, form in FORMS
+)
+# With one scale of an output in int8, and one of each slab in float8. The small model's tiles have 32 outputs, of which
+# a warp group's instructions would need 64.
+INT8 = torch.int8
+EIGHT_BITS = tuple(
+    Shape("eight bits", model, num_queries=rows, programs=programs, bits=8, cache_dtype=dtype)
+    for model, rows, programs in ((LLAMA, 17, 3), (LLAMA, 64, 2), (LLAMA, 256, 1), (QWEN, 17, 5), (QWEN, 256, 2))
+    for dtype in (INT8, FP8)
 )
 SHAPES = (
     Shape("write", LLAMA),
@@ -161,6 +171,9 @@ SHAPES = (
     Shape("product", QWEN, num_queries=16),
     Shape("product", LLAMA, num_queries=16, dependent=True),
     *CODES,
+    Shape("round", LLAMA, cache_dtype=INT8),
+    Shape("round", LLAMA, cache_dtype=FP8),
+    *EIGHT_BITS,
     Shape("rows", LLAMA, bits=6, form="nested"),
     Shape("rotary", LLAMA, 16, normed=True, dependent=True),
     Shape("norm", LLAMA, normed=True, dependent=True),
@@ -198,7 +211,7 @@ SHAPES = (
 class Compiled:
     """Compilation result: registers and spilled bytes per thread, shared bytes and warps per program, the number of
     accesses of each width in bytes, of products fused with sums, and of accesses before the wait for the kernel
-    before; `None` without a wait."""
+    before, `None` without a wait; and tensor cores' instructions."""
 
     registers: int
     spilled: int
@@ -209,6 +222,7 @@ class Compiled:
     stores: dict[int, int]
     num_fused: int
     early: int | None
+    tensor_cores: list[str]
 
 
 def programs_at_once(registers: int, shared: int, warps: int) -> int:
@@ -292,6 +306,15 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
     elif shape.call in ("codes", "rows"):
         if 16 not in {*compiled.copies, *compiled.loads}:
             wrong.append(f"copies codes by {sorted(compiled.copies)} bytes, and loads them by {sorted(compiled.loads)}")
+    elif shape.call == "eight bits":
+        name = "s8.s8" if shape.cache_dtype == INT8 else "e4m3.e4m3"
+        if shape.model is LLAMA and not all("wgmma" in n and n.endswith(name) for n in compiled.tensor_cores or [""]):
+            wrong.append(f"multiplies by {compiled.tensor_cores}")
+        if compiled.copies.get(16, 0) < 4 or min(compiled.copies) < 4:
+            wrong.append(f"copies by {sorted(compiled.copies)} bytes")
+    elif shape.call == "round":
+        if max(compiled.stores) < 2:
+            wrong.append(f"stores by {sorted(compiled.stores)} bytes")
     elif shape.call == "copy":
         if compiled.loads.get(16, 0) < 4 or set(compiled.stores) != {16}:
             wrong.append("does not copy by 16 bytes")
@@ -348,6 +371,7 @@ def compile_shapes(indexes: Iterable[int]) -> None:
             stores=_accesses(ptx, "st"),
             num_fused=len(re.findall(r"\bfma\.rn\.f32", ptx)),
             early=_early(ptx),
+            tensor_cores=sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync[\w.]*", ptx))),
         )
         print(json.dumps((i, vars(compiled))), flush=True)
 
@@ -372,10 +396,35 @@ def _accesses(ptx: str, operation: str) -> dict[int, int]:
     return widths
 
 
+def _call_eight_bits(shape: Shape) -> None:
+    from folio.kernels.triton.code_tiles import EIGHT_BIT_TILES, choose_tile
+    from folio.kernels.triton.codes import TritonCodes
+    from folio.kernels.triton.eight_bits import EightBitProduct, RoundedRows
+
+    inputs, rows = shape.model.num_q_heads * shape.model.dim, shape.num_queries
+    if shape.call == "round":
+        EightBitProduct().round(torch.empty(rows, inputs, dtype=shape.dtype), shape.cache_dtype)
+        return
+    outputs, slabs, all_rows = 4 * inputs if shape.model is LLAMA else inputs, inputs // 128, -(-rows // 128) * 128
+    weight = _floats(outputs, inputs)
+    if shape.cache_dtype == INT8:
+        codes, one = torch.zeros(outputs, inputs, dtype=torch.uint8), torch.ones(outputs, 1).half()
+        weight = QuantisedWeight(codes, 8, inputs, one, zero=128)
+    [part] = TritonCodes(torch.device("cpu")).pack_quantised(weight, shape.dtype).parts
+    x = RoundedRows(torch.empty(all_rows, slabs, 128, dtype=shape.cache_dtype), torch.empty(slabs, all_rows), rows)
+    product = EightBitProduct(choose_tile(rows, outputs, NUM_PROCESSORS, EIGHT_BIT_TILES))
+    product(x, part, None, torch.empty(rows, outputs, dtype=shape.dtype))
+
+
+def _floats(outputs: int, inputs: int) -> QuantisedWeight:
+    scales = torch.ones(outputs, inputs // 128).half()
+    return QuantisedWeight(torch.zeros(outputs, inputs).to(FP8), 8, 128, scales)
+
+
 def _call(shape: Shape) -> None:
     from folio.kernels.triton.cache import copy_blocks, prepare_write
+    from folio.kernels.triton.code_tiles import choose_tile as choose_code_tile
     from folio.kernels.triton.codes import TritonCodes
-    from folio.kernels.triton.codes import choose_tile as choose_code_tile
     from folio.kernels.triton.decode import TUNINGS, SplitDecode
     from folio.kernels.triton.elementwise import TritonElementwise
     from folio.kernels.triton.penalties import penalise
@@ -407,12 +456,18 @@ def _call(shape: Shape) -> None:
     if shape.call in ("codes", "rows"):  # of outputs of attention
         size = model.num_q_heads * model.dim
         linear = TritonCodes(torch.device("cpu"), choose_code_tile(shape.num_queries, size, NUM_PROCESSORS))
-        quantised = replace(random_weight(shape.bits, shape.form, size, size), order=None)
+        if shape.form == "floats":
+            quantised = _floats(size, size)
+        else:
+            quantised = replace(random_weight(shape.bits, shape.form, size, size), order=None)
         packed = linear.pack_quantised(quantised, shape.dtype)
         if shape.call == "rows":
             linear.rows(packed, torch.zeros(NUM_SEQS, dtype=torch.int64))
         else:
             linear(torch.empty(shape.num_queries, size, dtype=shape.dtype), packed)
+        return
+    if shape.call in ("round", "eight bits"):
+        _call_eight_bits(shape)
         return
     if shape.call in ("norm", "gate"):
         x = torch.empty(NUM_SEQS, 2 * model.num_q_heads * model.dim, dtype=shape.dtype)

@@ -14,7 +14,7 @@ from folio.app.config.quantised import LEAST_GROUP as READ_GROUP
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import open_checkpoint
 from folio.kernels import QuantisedWeight
-from folio.kernels.quantised import LEAST_GROUP
+from folio.kernels.quantised import LEAST_GROUP, as_integers
 from tests.app.models.quantised.packing import (
     AWQ_ORDER,
     INPUTS,
@@ -188,15 +188,21 @@ _FLOATS = {  # config, shape of the scales
 
 @pytest.mark.parametrize("kind", _FLOATS)
 def test_floats_of_8_bits(tmp_path: Path, kind: str) -> None:
-    """They are rounded to integers of 8 bits."""
+    """They are read as they are, and rounded to integers for CPUs."""
     config, shape = _FLOATS[kind]
     values = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
     by_block = scales(shape, torch.float32)
     name = "a.weight_scale_inv" if config["quant_method"] == "fp8" else "a.weight_scale"
     whole = by_block.repeat_interleave(16, 0)[:OUTPUTS].repeat_interleave(64, 1) if shape == (2, 2) else by_block
     expected = values.float() * whole
-    actual = weight(tmp_path, config, {"a.weight": values, name: by_block}).dequantised()
-    assert (actual - expected).norm() / expected.norm() < 0.007
+    read = weight(tmp_path, config, {"a.weight": values, name: by_block})
+    assert torch.equal(read.codes.float(), values.float())
+    assert_close(read.dequantised(), expected)  # of float32's scales, 11 bits remain
+    rounded = as_integers(read)
+    assert (rounded.codes.dtype, rounded.group) == (torch.uint8, 32)
+    wide = weight(tmp_path, config, {"a.weight": values.to(torch.float8_e5m2), name: by_block})
+    assert wide.codes.dtype == torch.uint8, "no kernel has e5m2"
+    assert (rounded.dequantised() - expected).norm() / expected.norm() < 0.007
     if shape == (2, 2):
         with pytest.raises(ModelError, match=r"scale\w* has the shape \[2, 1\], not \[2, 2\]$"):
             weight(tmp_path, config, {"a.weight": values, name: by_block[:, :1]})

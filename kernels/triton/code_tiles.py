@@ -1,0 +1,56 @@
+"""Tiles of products with quantised weights: what a program computes, by the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import triton
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTile:
+    """Work of a program.
+
+    Attributes:
+        outputs: of a program.
+        rows: of a program; 1: no tensor cores.
+        slabs: of an output that are read at once, 1 with tensor cores.
+        num_stages: tiles in flight, and one in use.
+    """
+
+    outputs: int
+    rows: int
+    slabs: int
+    num_warps: int
+    num_stages: int
+
+
+# By the most rows; those that read the least first, as in `product`.
+Tiles = Mapping[int, Sequence[CodeTile]]
+ONE_ROW = CodeTile(8, 1, 8, 2, 3)
+TILES: Tiles = {
+    1: (ONE_ROW,),
+    16: (CodeTile(64, 16, 1, 4, 5), CodeTile(32, 16, 1, 2, 6), CodeTile(16, 16, 1, 1, 8)),
+    64: (CodeTile(64, 64, 1, 4, 4), CodeTile(32, 64, 1, 2, 4)),
+    128: (CodeTile(128, 128, 1, 8, 2), CodeTile(64, 128, 1, 4, 2), CodeTile(64, 64, 1, 4, 4)),
+}
+# Of products of 8-bit rows. Four warps and 64 outputs are the least of a Hopper tensor core's own instructions.
+EIGHT_BIT_TILES: Tiles = {
+    32: (CodeTile(64, 32, 1, 4, 6), CodeTile(32, 32, 1, 2, 6)),
+    64: (CodeTile(64, 64, 1, 4, 5), CodeTile(32, 64, 1, 2, 5)),
+    128: (CodeTile(128, 128, 1, 8, 3), CodeTile(64, 128, 1, 4, 4), CodeTile(64, 64, 1, 4, 5)),
+}
+_FULL_WAVE = 0.9  # of the processors
+
+
+def tiles_of(num_rows: int, tiles: Tiles = TILES) -> Sequence[CodeTile]:
+    """The tiles for so many rows."""
+    return tiles[next((rows for rows in tiles if rows >= num_rows), max(tiles))]
+
+
+def choose_tile(num_rows: int, num_outputs: int, num_processors: int, tiles: Tiles = TILES) -> CodeTile:
+    """The first tile for so many rows of which one wave fills the processors."""
+    found, wanted = tiles_of(num_rows, tiles), _FULL_WAVE * num_processors
+    filling = (t for t in found if triton.cdiv(num_outputs, t.outputs) * triton.cdiv(num_rows, t.rows) >= wanted)
+    return next(filling, found[-1])

@@ -65,7 +65,7 @@ def by_transformers(model: Any, parts: Sequence[list[int]]) -> Predictions:
     likeliest: list[int] = []
     for part in parts:
         ids = torch.tensor([part])
-        scores = model(ids).logits[0, WINDOW // 2 : -1].float().log_softmax(-1)
+        scores = model(ids, logits_to_keep=WINDOW // 2).logits[0, :-1].float().log_softmax(-1)
         logprobs += scores.gather(1, ids[0, WINDOW // 2 + 1 :, None])[:, 0].tolist()
         likeliest += scores.argmax(-1).tolist()
     return Predictions(logprobs, likeliest)

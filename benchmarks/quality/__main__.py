@@ -151,7 +151,7 @@ def main() -> None:
         if not args.quick:
             half = Path(folder, "half")
             forms.write_first_layers(HALF_THE_LAYERS, plain[INSTRUCTED], half)
-            drafts = {"int4": Path(folder, "gptq"), "half": half}
+            drafts = {"int4": Path(folder, "awq"), "half": half}
             figures |= features.measure(str(files[INSTRUCTED]), features.Sizes(), drafts)
     for key, value in figures.items():
         print(f"  {key:44}{value:9.4f}")

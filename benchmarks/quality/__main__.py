@@ -164,8 +164,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     with picture(result, path, "Perplexity of this documentation", columns=len(by_model)) as (_, plots):
         for plot, (name, found) in zip(plots, by_model.items(), strict=True):
             values = {key: value for key, value in found.items() if not key.endswith("_agreement")}
-            others = ("reference", "llama_cpp")
-            bars(plot, values, [RIVALS[0] if key in others else OURS[0] for key in values], "%.2f")
+            others = ("reference", "llama_cpp", "_weights")
+            bars(plot, values, [RIVALS[0] if key.endswith(others) else OURS[0] for key in values], "%.2f")
             plot.set_title(real_models.MODELS[name].title)
 
 

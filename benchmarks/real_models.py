@@ -97,13 +97,15 @@ def write_dequantised(file: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
     shutil.rmtree(folder / "gguf")
     config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.device("meta"):  # random weights take seconds
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     checkpoint = GgufCheckpoint(header)
     weights = {name: checkpoint.read(name) for name in checkpoint.names()}
     plain = {n: w.dequantised() if isinstance(w, QuantisedWeight) else w.float() for n, w in weights.items()}
-    left = model.load_state_dict(plain, strict=False)
+    left = model.load_state_dict(plain, strict=False, assign=True)
     if left.unexpected_keys or set(left.missing_keys) - set(model.all_tied_weights_keys):
         raise RuntimeError(f"{file} has not the weights of its model: {left}")
+    model.tie_weights()
     model.save_pretrained(folder)
 
 

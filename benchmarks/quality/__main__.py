@@ -4,13 +4,14 @@ The models of `benchmarks.real_models`; texts are this repository's documentatio
 
 - perplexity of 20,000 words, in windows of 512 tokens whose second halves are scored: the GGUF file as Folio serves it,
   beside transformers on the dequantised weights in float32, and beside llama.cpp's `llama-perplexity` on the file;
-  and of SmolLM2's first 5,000 words: the dequantised weights in bfloat16, and from them int8 and int4 made at load,
-  and each `kv_dtype`
+  and by SmolLM2 of the first 5,000 words: the dequantised weights in bfloat16, int8 and int4 made from them at load,
+  each `kv_dtype`, and the forms of `benchmarks.quality.forms`, each also beside transformers on the weights that its
+  codes stand for
 - for each, the share of tokens with the same first choice as transformers'
 - 100 JSON schemas: the share of sampled outputs that are valid, enforced and only told in the prompt
 - speculation, prefix caching and preemption: `benchmarks.quality.features`
 
---quick: SmolLM2 alone, 700 words, few schemas, without the last part.
+--quick: SmolLM2 alone, 900 words, one variant, three schemas, without the last part.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import harness, real_models
 from benchmarks.picture import OURS, RIVALS, bars, picture
-from benchmarks.quality import features, schemas
+from benchmarks.quality import features, forms, schemas
 from benchmarks.quality.perplexity import WINDOW, Predictions, by_folio, by_transformers, windows
 from benchmarks.quality.text import first_words, prose
 from benchmarks.rivals import llama_cpp
@@ -39,7 +40,7 @@ from folio.app.engine import LLM
 NUM_WORDS, QUICK_WORDS = 20_000, 900  # of which llama-perplexity needs two windows
 VARIANT_WORDS = 5_000  # of which the variants are scored
 NUM_SCHEMAS, QUICK_SCHEMAS, TOLD_SHARE = 100, 3, 10  # one schema of ten is also told without being enforced
-INSTRUCTED = "smollm2"  # the one that answers
+INSTRUCTED, HALF_THE_LAYERS = "smollm2", 15  # the model that answers, and of which variants are made
 # Variant → settings of the engine, on the dequantised weights. The first is what the others are measured against.
 BASE = "bfloat16"
 VARIANTS: dict[str, dict[str, str]] = {
@@ -47,31 +48,37 @@ VARIANTS: dict[str, dict[str, str]] = {
     **{name: {"dtype": "bfloat16", "quantization": name} for name in get_args(Quantization) if name != "none"},
     **{f"kv_{name}": {"dtype": "bfloat16", "kv_dtype": name} for name in get_args(KVDtype) if name != "auto"},
 }
-QUICK_VARIANTS = (BASE, "int8")
+QUICK_VARIANTS = (BASE, "kv_int8")
 
 
-def measure(
-    file: Path, plain: Path, text: str, variants: Mapping[str, dict[str, str]]
-) -> Iterator[tuple[str, Predictions]]:
-    """Predictions by variant: transformers' first, then the packed file's."""
+def measure(file: Path, plain: Path, text: str, quick: bool) -> Iterator[tuple[str, Predictions]]:
+    """Predictions by variant: transformers' first, then the packed file's; of SmolLM2 variants and forms, too."""
     tokenizer = AutoTokenizer.from_pretrained(plain)
     parts = windows(tokenizer, text)
     first = parts[: len(windows(tokenizer, first_words(text, VARIANT_WORDS)))]
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     yield "reference", by_transformers(model, parts)
-    del model
-    for name, settings in {"packed": {}, **variants}.items():
-        with LLM(plain if name in variants else file, prefix_cache=False, **settings) as llm:
-            yield name, by_folio(llm, first if name in variants else parts)
+    yield "packed", folio_predicts(file, parts, {})
+    if plain.name != INSTRUCTED:
+        return
+    for name in QUICK_VARIANTS if quick else VARIANTS:
+        yield name, folio_predicts(plain, first, VARIANTS[name])
+    for form in () if quick else forms.FORMS:
+        model.load_state_dict(forms.write(form, plain, plain.with_name(form)), strict=False)
+        yield f"{form}_weights", by_transformers(model, first)
+        yield form, folio_predicts(plain.with_name(form), first, VARIANTS[BASE])
+
+
+def folio_predicts(model: Path, parts: list[list[int]], settings: dict[str, Any]) -> Predictions:
+    with LLM(model, prefix_cache=False, **settings) as llm:
+        return by_folio(llm, parts)
 
 
 def perplexities(name: str, file: Path, plain: Path, text: str, args: argparse.Namespace) -> dict[str, float]:
     """Perplexities of a model by variant, and shares of equal first choices."""
     found: dict[str, float] = {}
-    chosen = (QUICK_VARIANTS if args.quick else VARIANTS) if name == INSTRUCTED else ()
-    variants = {variant: VARIANTS[variant] for variant in chosen}
     reference: Predictions | None = None
-    for variant, predictions in measure(file, plain, text, variants):
+    for variant, predictions in measure(file, plain, text, args.quick):
         reference = reference or predictions
         found[variant] = predictions.perplexity
         found[f"{variant}_agreement"] = predictions.agreement(reference)
@@ -95,9 +102,11 @@ def figures_of(by_model: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         figures[f"first_choices_equal_{name}"] = found["packed_agreement"]
         if "llama_cpp" in found:
             figures[f"perplexity_vs_llama_cpp_{name}"] = found["packed"] / found["llama_cpp"]
-        for variant in VARIANTS:
+        for variant in (*VARIANTS, *forms.FORMS):
             if variant in found and variant != BASE:
                 figures[f"{variant}_perplexity_vs_bfloat16_{name}"] = found[variant] / found[BASE]
+            if f"{variant}_weights" in found:
+                figures[f"{variant}_perplexity_vs_its_weights_{name}"] = found[variant] / found[f"{variant}_weights"]
     for ratio in ("perplexity_vs_reference", "perplexity_vs_llama_cpp"):
         if ratios := [value for key, value in figures.items() if key.startswith(ratio)]:
             figures[ratio] = max(ratios)
@@ -109,8 +118,7 @@ def valid_shares(model: Path, count: int) -> tuple[dict[str, float], list[dict[s
     although enforced."""
     asked = schemas.make_schemas(count)
     with LLM(model) as llm:
-        enforced = schemas.ask(llm, asked, enforced=True)
-        told = schemas.ask(llm, asked[: -(-count // TOLD_SHARE)], enforced=False)
+        enforced, told = schemas.ask(llm, asked, -(-count // TOLD_SHARE))
     wrong = [
         {"schema": json.dumps(schema), "output": output}
         for schema, output in zip(asked, enforced, strict=True)
@@ -132,14 +140,19 @@ def main() -> None:
         raise SystemExit("this benchmark needs the real model, which the package index has")
     text = prose(QUICK_WORDS if args.quick else NUM_WORDS)
     by_model: dict[str, dict[str, float]] = {}
-    for name, file in files.items():
-        with tempfile.TemporaryDirectory() as folder:
-            real_models.write_dequantised(file, Path(folder))
-            by_model[name] = perplexities(name, file, Path(folder), text, args)
-    shares, wrong = valid_shares(files[INSTRUCTED], QUICK_SCHEMAS if args.quick else NUM_SCHEMAS)
-    figures = figures_of(by_model) | shares
-    if not args.quick:
-        figures |= features.measure(str(files[INSTRUCTED]), features.Sizes())
+    with tempfile.TemporaryDirectory() as folder:
+        plain = {name: Path(folder, name) for name in files}
+        for name, file in files.items():
+            plain[name].mkdir()
+            real_models.write_dequantised(file, plain[name])
+            by_model[name] = perplexities(name, file, plain[name], text, args)
+        shares, wrong = valid_shares(files[INSTRUCTED], QUICK_SCHEMAS if args.quick else NUM_SCHEMAS)
+        figures = figures_of(by_model) | shares
+        if not args.quick:
+            half = Path(folder, "half")
+            forms.write_first_layers(HALF_THE_LAYERS, plain[INSTRUCTED], half)
+            drafts = {"int4": Path(folder, "awq"), "half": half}
+            figures |= features.measure(str(files[INSTRUCTED]), features.Sizes(), drafts)
     for key, value in figures.items():
         print(f"  {key:44}{value:9.4f}")
     harness.finish("quality", args, figures, {"perplexity": by_model, "invalid": wrong}, draw)
@@ -151,8 +164,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     with picture(result, path, "Perplexity of this documentation", columns=len(by_model)) as (_, plots):
         for plot, (name, found) in zip(plots, by_model.items(), strict=True):
             values = {key: value for key, value in found.items() if not key.endswith("_agreement")}
-            others = ("reference", "llama_cpp")
-            bars(plot, values, [RIVALS[0] if key in others else OURS[0] for key in values], "%.2f")
+            others = ("reference", "llama_cpp", "_weights")
+            bars(plot, values, [RIVALS[0] if key.endswith(others) else OURS[0] for key in values], "%.2f")
             plot.set_title(real_models.MODELS[name].title)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT
@@ -46,28 +47,39 @@ def prompts(tokenizer: Any, count: int, kind: str) -> list[list[int]]:
     return [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
 
 
-def measure(model: str, sizes: Sizes) -> dict[str, float]:
-    """All figures of this module for a model."""
+def measure(model: str, sizes: Sizes, drafts: Mapping[str, Path]) -> dict[str, float]:
+    """All figures of this module for a model, with draft models by name."""
     with LLM(model, **SETTINGS) as plain:
         tokenizer = plain.engine.model.tokenizer
         asked = {kind: prompts(tokenizer, sizes.requests, kind) for kind in ASKED}
         expected = {kind: _outputs(plain, asked[kind], sizes.new_tokens) for kind in ASKED}
         memory = _Memory.of(plain.engine.report(), asked[PRESSED], expected[PRESSED])
     pressed = asked[PRESSED], expected[PRESSED], sizes
+    figures: dict[str, float] = {}
+    for name, settings in _proposers(drafts).items():
+        figures |= _speculation(name, model, settings, asked, expected, sizes)
     return (
-        _speculation(model, asked, expected, sizes)
-        | _prefixes(model, *pressed)
-        | _eviction(model, *pressed, memory)
-        | _preemption(model, *pressed, memory)
+        figures | _prefixes(model, *pressed) | _eviction(model, *pressed, memory) | _preemption(model, *pressed, memory)
     )
 
 
+def _proposers(drafts: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """Settings by the name of what proposes draft tokens."""
+    by_model = {f"draft_{name}": {"speculation": "draft", "draft_model": str(path)} for name, path in drafts.items()}
+    return {"ngram": {"speculation": "ngram"}} | by_model
+
+
 def _speculation(
-    model: str, asked: Mapping[str, Outputs], expected: Mapping[str, Outputs], sizes: Sizes
+    name: str,
+    model: str,
+    settings: Mapping[str, Any],
+    asked: Mapping[str, Outputs],
+    expected: Mapping[str, Outputs],
+    sizes: Sizes,
 ) -> dict[str, float]:
-    """One request after the other, with n-gram drafts."""
+    """One request after the other, with draft tokens."""
     figures: dict[str, float] = {}
-    with LLM(model, speculation="ngram", **SETTINGS) as llm:
+    with LLM(model, **settings, **SETTINGS) as llm:
         speculation = llm.engine.speculation
         assert speculation is not None
         drafted = accepted = 0
@@ -77,9 +89,9 @@ def _speculation(
             drafts, right = counts.draft_tokens - drafted, counts.accepted_tokens - accepted
             drafted, accepted = counts.draft_tokens, counts.accepted_tokens
             figures |= {
-                f"ngram_{kind}_acceptance": right / max(drafts, 1),
-                f"ngram_{kind}_accepted_share": right / sum(map(len, found)),
-                f"ngram_{kind}_tokens_equal": _equal(found, expected[kind]),
+                f"{name}_{kind}_acceptance": right / max(drafts, 1),
+                f"{name}_{kind}_accepted_share": right / sum(map(len, found)),
+                f"{name}_{kind}_tokens_equal": _equal(found, expected[kind]),
             }
     return figures
 

@@ -157,20 +157,23 @@ def make_schemas(count: int) -> list[Schema]:
     return [maker.schema() for _ in range(count)]
 
 
-def ask(llm: LLM, schemas: Sequence[Schema], *, enforced: bool) -> list[str]:
-    """A sampled output for each schema, as by `response_format` if enforced; one that does not end is cut."""
+def ask(llm: LLM, schemas: Sequence[Schema], num_told: int) -> tuple[list[str], list[str]]:
+    """A sampled output for each schema, as by `response_format`, and for the first `num_told` ones an output for the
+    prompt alone, which has the schema. One that does not end is cut."""
     from folio.app.api.output.schemas import enforceable  # needs pydantic, which a GPU machine may lack
 
     tokenizer: Any = llm.engine.model.tokenizer
     prompts: list[str | list[int]] = []
     params = []
-    for i, schema in enumerate(schemas):
-        content = f"Describe {TOPICS[i % len(TOPICS)]} in JSON that fits this schema: {json.dumps(schema)}"
+    for i, schema in enumerate((*schemas, *schemas[:num_told])):
+        seed = i % len(schemas)
+        content = f"Describe {TOPICS[seed % len(TOPICS)]} in JSON that fits this schema: {json.dumps(schema)}"
         message = [{"role": "user", "content": content}]
         prompts.append(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
-        structure = Structure("json", json.dumps(enforceable(schema, "schema"))) if enforced else None
-        params.append(SamplingParams(max_tokens=MAX_TOKENS, temperature=TEMPERATURE, seed=i, structure=structure))
-    return [completion.text for completion in llm.generate(prompts, params)]
+        structure = Structure("json", json.dumps(enforceable(schema, "schema"))) if i < len(schemas) else None
+        params.append(SamplingParams(max_tokens=MAX_TOKENS, temperature=TEMPERATURE, seed=seed, structure=structure))
+    texts = [completion.text for completion in llm.generate(prompts, params)]
+    return texts[: len(schemas)], texts[len(schemas) :]
 
 
 def _is_date_time(text: str) -> bool:

@@ -364,9 +364,8 @@ def _tracing_faults(tracing: Mapping[str, Any], *, is_local: bool) -> Iterator[s
 def _stored_bytes(engine: EngineConfig) -> int:
     """Bytes of a model's weights, from its local files; 0 if these do not tell."""
     folder = local_folder(engine.model)
-    if engine.dtype != "auto" or engine.quantization != "none" or not os.path.isdir(folder):
-        return 0
-    return weight_bytes(folder)
+    is_known = engine.dtype == "auto" and engine.quantization == "none" and os.path.isdir(folder)
+    return weight_bytes(folder) if is_known else 0
 
 
 def _settings(kind: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import os
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -323,7 +324,7 @@ class _Faults:
             if model is None:
                 continue
             folder = local_folder(model)
-            if folder.is_dir():
+            if os.path.isdir(folder):  # False for a name that is too long, where Path raises
                 found = checkpoint_faults(folder, weights=engine.load_format == "auto")
                 self.add(*(f"{_join(path, key)} is {model!r}: {fault}" for fault in found))
                 ranks = engine.tensor_parallel_size if key == "model" else 1
@@ -334,7 +335,7 @@ class _Faults:
             self.add(f"{path}.adapter_dir is {engine.adapter_dir!r}, and there is no such folder; create it")
         for name, source in engine.adapters.items():
             where = f"{path}.adapters.{name}"
-            if Path(source).is_dir():
+            if os.path.isdir(source):
                 if not (Path(source) / "adapter_config.json").is_file():
                     self.add(f"{where} is {source!r}, a folder without adapter_config.json; a LoRA adapter has one")
             elif (reason := name_fault(source)) is not None:
@@ -363,9 +364,8 @@ def _tracing_faults(tracing: Mapping[str, Any], *, is_local: bool) -> Iterator[s
 def _stored_bytes(engine: EngineConfig) -> int:
     """Bytes of a model's weights, from its local files; 0 if these do not tell."""
     folder = local_folder(engine.model)
-    if engine.dtype != "auto" or engine.quantization != "none" or not folder.is_dir():
-        return 0
-    return weight_bytes(folder)
+    is_known = engine.dtype == "auto" and engine.quantization == "none" and os.path.isdir(folder)
+    return weight_bytes(folder) if is_known else 0
 
 
 def _settings(kind: Any) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def plan(
     from folio.app.config.engine import EngineConfig
     from folio.app.engine.memory.size import ModelSize
 
-    with _errors_only():
+    with _errors_only(), _as_fault(model):
         size = ModelSize(
             EngineConfig(
                 model=checked,
@@ -119,6 +119,17 @@ def plan(
         print(json.dumps(figures))
     else:
         _print(figures)
+
+
+@contextmanager
+def _as_fault(model: str) -> Iterator[None]:
+    """A checkpoint that cannot be loaded is a fault of the argument."""
+    from folio.app.errors import ConfigError, ModelError
+
+    try:
+        yield
+    except ModelError as error:
+        raise ConfigError(f"cannot plan {model!r}: {error}") from error
 
 
 @contextmanager
@@ -159,10 +170,11 @@ def check_model(model: str, tensor_parallel_size: int = 1) -> str:
     from folio.app.models.gguf.names import planned_gguf
 
     folder = local_folder(model).expanduser()
-    fault = format_fault(folder) if folder.is_dir() else name_fault(model)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    is_folder = os.path.isdir(folder)  # False for a name that is too long, where Path raises
+    fault = format_fault(folder) if is_folder else name_fault(model)
+    if is_folder and not (folder / "config.json").is_file():
         fault = fault or "it has no config.json"
-    if fault is None and folder.is_dir():
+    if fault is None and is_folder:
         faults = rank_faults(folder, tensor_parallel_size)
         fault = next((f"--tensor-parallel-size is {tensor_parallel_size}; {why}" for why in faults), None)
     if fault is not None:

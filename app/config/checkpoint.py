@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -37,7 +38,7 @@ def name_fault(model: str) -> str | None:
     if model in NAMED:
         return missing_fault(model)
     path, has_form = Path(model), _HUB_ID.fullmatch(model) is not None
-    if path.exists():
+    if os.path.exists(model):  # False for a name that is too long, where Path raises
         try:
             resolve_gguf(model)
         except ModelError as error:

@@ -35,6 +35,10 @@ _FORMAT_PATTERNS = {
     "byte": "^[A-Za-z0-9+/]*={0,2}$",
     "decimal": "^-?[0-9]+(\\.[0-9]+)?$",
 }
+# Longest texts, unless a schema has its own bound: small models go on in a text that may go on. Local parts, paths and
+# names of hosts by RFC 5321 and 1123, URIs as long as RFC 9110 asks to support, fractions of seconds in nanoseconds.
+_FORMAT_CHARS = {"email": 254, "hostname": 253, "uri": 8000, "date-time": 35, "time": 24, "duration": 64, "decimal": 64}
+_LOCAL_PART = "^[^@]{1,64}@"
 # A schema with one of these has constraints besides its own keywords.
 _COMBINING = {"$ref", "allOf", "anyOf", "if", "oneOf", "patternProperties"}
 # Longer patterns are not enforced; those that have been checked are remembered.
@@ -171,10 +175,16 @@ class _Walk:
             return  # a format is one of texts
         if isinstance(value, str) and value in _FORMATS:
             yield "format", value
+            if value == "email" and schema.get("pattern") is None:
+                yield "pattern", _LOCAL_PART
         elif isinstance(value, str) and value in _FORMAT_PATTERNS and "pattern" not in schema:
             yield "pattern", _FORMAT_PATTERNS[value]
         else:
             self._drop("format")
+            return
+        most = _FORMAT_CHARS.get(value)
+        if most and all(schema.get(key) is None for key in ("const", "enum", "maxLength")):
+            yield "maxLength", most
 
 
 def _in_other_words(schema: Mapping[str, Any]) -> dict[str, Any]:

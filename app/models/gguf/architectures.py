@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from folio.app.models.gguf.header import READ_KINDS, GgufHeader, GgufTensor
+from folio.app.models.gguf.header import READ_KINDS, GgufHeader, GgufTensor, shown
 
 # What undoes a change of the converter: rows of each head are in pairs, or a norm's weight is one more.
 Undo = Literal["pairs of q", "pairs of k", "plus one"]
@@ -96,11 +96,13 @@ def architecture_name(header: GgufHeader) -> str:
     if not isinstance(name, str):
         raise ValueError(f"{file} does not say its general.architecture; it holds no language model")
     if name not in ARCHITECTURES:
-        raise ValueError(f"{file} has the architecture {name!r}; of GGUF files Folio reads {', '.join(ARCHITECTURES)}")
+        raise ValueError(
+            f"{file} has the architecture {shown(name)}; of GGUF files Folio reads {', '.join(ARCHITECTURES)}"
+        )
     if name not in _WITH_EXPERTS and (experts := header.settings.get(f"{name}.expert_count")):
         raise ValueError(
-            f"{file} is a mixture of {experts} experts of the architecture {name!r}; of GGUF files Folio reads those "
-            f"of {', '.join(_WITH_EXPERTS)}"
+            f"{file} is a mixture of {shown(experts)} experts of the architecture {name!r}; of GGUF files Folio "
+            f"reads those of {', '.join(_WITH_EXPERTS)}"
         )
     return name
 

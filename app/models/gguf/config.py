@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from folio.app.models.gguf.architectures import architecture_name, architecture_of
-from folio.app.models.gguf.header import GgufHeader
+from folio.app.models.gguf.header import GgufHeader, shown
 from folio.app.models.gguf.settings import Settings
 
 # Llama 3's rope, of which a file has the factors only.
@@ -27,10 +27,13 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
         raise ValueError(f"{file} lacks the matrix token_embd.weight")
     if not settings.flag("attention.causal", True):
         raise ValueError(f"{file} is an encoder (attention.causal); Folio serves text-generating decoders only")
-    heads = settings.integer("attention.head_count")
-    width = settings.integer("embedding_length")
-    rotary = settings.integer("rope.dimension_count", width // max(heads, 1))
-    head_dim = settings.integer("attention.key_length", width // max(heads, 1) if name == "phi3" else rotary)
+    layers = settings.integer("block_count", least=1)
+    if layers > len(header.tensors):
+        raise ValueError(f"{file} has {layers} layers (block_count) and {len(header.tensors)} tensors")
+    heads = settings.integer("attention.head_count", least=1)
+    width = settings.integer("embedding_length", least=heads)
+    rotary = settings.integer("rope.dimension_count", width // heads, least=1)
+    head_dim = settings.integer("attention.key_length", width // heads if name == "phi3" else rotary, least=1)
     config: dict[str, Any] = {
         "architectures": [architecture.module],
         "model_type": architecture.model_type,
@@ -38,14 +41,14 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
         "vocab_size": embeddings.shape[0],
         "hidden_size": width,
         "intermediate_size": settings.integer("feed_forward_length", settings.integer("expert_feed_forward_length", 0)),
-        "num_hidden_layers": settings.integer("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": settings.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": settings.integer("attention.head_count_kv", heads, least=1),
         "head_dim": head_dim,
-        "max_position_embeddings": settings.integer("context_length"),
+        "max_position_embeddings": settings.integer("context_length", least=1),
         "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "rope_parameters": _rope(header, settings, head_dim),
+        "rope_parameters": _rope(header, settings, head_dim, rotary),
         **{f"{kind}_token_id": None for kind in ("bos", "eos", "pad")},
     }
     config |= _biases(header, name)
@@ -158,20 +161,27 @@ def _granite(settings: Settings, file: object) -> dict[str, float]:
     }
 
 
-def _rope(header: GgufHeader, settings: Settings, head_dim: int) -> dict[str, Any]:
+def _rope(header: GgufHeader, settings: Settings, head_dim: int, rotary: int) -> dict[str, Any]:
     """Raises `ValueError` for scaling that is not known."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": settings.number("rope.freq_base", 10000.0)}
+    file, theta = header.files[0], settings.number("rope.freq_base", 10000.0)
+    if theta <= 0:
+        raise ValueError(f"{file} has rope.freq_base {theta}; it must be more than 0")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     factors = {
         kind: list(header.numbers[name])
         for kind in ("freqs", "factors_long", "factors_short")
         if (name := f"rope_{kind}.weight") in header.numbers
     }
+    for kind, values in factors.items():
+        count = (head_dim if kind == "freqs" else rotary) // 2
+        if len(values) != count or not all(math.isfinite(value) and value > 0 for value in values):
+            raise ValueError(f"{file} has {len(values)} values in rope_{kind}.weight; it must have {count} above 0")
     if "factors_long" in factors and "factors_short" in factors:
         original = settings.integer("rope.scaling.original_context_length")
         longrope = {"long_factor": factors["factors_long"], "short_factor": factors["factors_short"]}
         return rope | {"rope_type": "longrope", "original_max_position_embeddings": original} | longrope
     if "freqs" in factors:
-        return rope | _llama3_rope(header, factors["freqs"], rope["rope_theta"], head_dim)
+        return rope | _llama3_rope(header, factors["freqs"], theta, head_dim)
     kind = settings.text("rope.scaling.type", "none")
     factor = settings.number("rope.scaling.factor", 0.0)
     if kind == "none" or factor in (0.0, 1.0):
@@ -179,9 +189,7 @@ def _rope(header: GgufHeader, settings: Settings, head_dim: int) -> dict[str, An
     if kind == "linear":
         return rope | {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
-        raise ValueError(
-            f"{header.files[0]} has rope.scaling.type {kind!r}; Folio reads none, linear, yarn and longrope"
-        )
+        raise ValueError(f"{file} has rope.scaling.type {shown(kind)}; Folio reads none, linear, yarn and longrope")
     rope |= {"rope_type": "yarn", "factor": factor}
     rope["original_max_position_embeddings"] = settings.integer("rope.scaling.original_context_length")
     for name, key in (("beta_fast", "beta_fast"), ("beta_slow", "beta_slow"), ("attn_factor", "attention_factor")):
@@ -192,9 +200,7 @@ def _rope(header: GgufHeader, settings: Settings, head_dim: int) -> dict[str, An
 
 def _llama3_rope(header: GgufHeader, factors: list[float], theta: float, head_dim: int) -> dict[str, Any]:
     """Llama 3's scaling by its factors, if it has these: each frequency is divided by one."""
-    factor = max(factors, default=1.0)
-    if len(factors) != head_dim // 2:
-        raise ValueError(f"{header.files[0]} has {len(factors)} values in rope_freqs.weight, not {head_dim // 2}")
+    factor = max(factors)
     low, high, original = _LLAMA3.values()
     for index, found in enumerate(factors):
         turns = original * theta ** (-2 * index / head_dim) / (2 * math.pi)

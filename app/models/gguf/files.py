@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TypeVar
 
-from folio.app.models.gguf.header import GgufHeader, GgufTensor, HeaderReader
+from folio.app.models.gguf.header import GgufHeader, GgufTensor, HeaderReader, shown
 
 SUFFIX = ".gguf"
 _Path = TypeVar("_Path", bound=PurePath)
@@ -40,7 +40,7 @@ def joined(headers: Sequence[GgufHeader]) -> GgufHeader:
     for number, header in enumerate(headers):
         if (count := header.settings.get("split.count", 1)) != len(files):
             raise ValueError(
-                f"{header.files[0]} is of a model of {count} files (split.count), and there are {len(files)}"
+                f"{header.files[0]} is of a model of {shown(count)} files (split.count), and there are {len(files)}"
             )
         if header.settings.get("split.no", number) != number:
             raise ValueError(f"{header.files[0]} is part {number + 1} by its name, and has another split.no")
@@ -50,7 +50,7 @@ def joined(headers: Sequence[GgufHeader]) -> GgufHeader:
         numbers |= header.numbers
     if (count := first.settings.get("split.tensors.count", len(tensors))) != len(tensors):
         raise ValueError(
-            f"{files[0]} and its other files have {len(tensors)} tensors; split.tensors.count says {count}"
+            f"{files[0]} and its other files have {len(tensors)} tensors; split.tensors.count says {shown(count)}"
         )
     digest = hashlib.sha256("".join(header.digest for header in headers).encode()).hexdigest()
     return replace(first, files=files, tensors=tensors, digest=digest, numbers=numbers)

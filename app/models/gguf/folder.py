@@ -129,9 +129,9 @@ def _documents(header: GgufHeader, files: list[str]) -> dict[str, dict[str, Any]
 
 
 def _check_parameters(header: GgufHeader, config: dict[str, Any]) -> None:
-    found = {name for name, _, _ in parameters(header)}
+    found = {".".join(name.split(".", 3)[:3]) for name, _, _ in parameters(header)}
     for layer in range(config["num_hidden_layers"]):
-        if not any(name.startswith(f"model.layers.{layer}.") for name in found):
+        if f"model.layers.{layer}" not in found:
             raise ValueError(
                 f"{header.files[0]} has {config['num_hidden_layers']} layers, and no tensors of blk.{layer}"
             )

@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,6 +28,8 @@ _PIECE_BYTES = 1 << 20
 # Largest header that is read; the longest known ones, of 260,000 tokens with merges, have 16 MiB.
 _MOST_HEADER_BYTES = 64 << 20
 _MOST_DIMENSIONS = 4
+_MOST_NAME_BYTES = 1024
+_MOST_SHOWN = 60
 _MOST_ALIGNMENT = 1 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -76,6 +79,12 @@ READ_KINDS = (
 def block_values(kind: str) -> int:
     """Neighbouring values of a row that are stored together, in a type of this name."""
     return next(values for name, values, _ in _KINDS.values() if name == kind)
+
+
+def shown(value: object) -> str:
+    """A value of a file for a message: in one line, and not at any length."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +151,23 @@ class HeaderReader:
         self._check_count(num_settings, 13, "settings")
         settings: dict[str, Setting] = {}
         for _ in range(num_settings):
-            name = self._string("the name of a setting")
+            name = self._string("the name of a setting", _MOST_NAME_BYTES)
             if name in settings:
                 raise self._fault(f"it has the setting {name!r} twice")
             settings[name] = self._value(name)
         alignment = settings.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= _MOST_ALIGNMENT or alignment & (alignment - 1):
-            raise self._fault(f"general.alignment is {alignment!r}; it must be a power of 2 up to {_MOST_ALIGNMENT}")
+            raise self._fault(
+                f"general.alignment is {shown(alignment)}; it must be a power of 2 up to {_MOST_ALIGNMENT}"
+            )
         self._check_count(num_tensors, 24, "tensors")
         found = [self._tensor() for _ in range(num_tensors)]
         start = -(-self._position // alignment) * alignment
         digest = hashlib.sha256(memoryview(self._data)[: self._position]).hexdigest()
         tensors = dict(self._placed(found, start, alignment))
+        for one, other in pairwise(sorted(tensors.values(), key=lambda tensor: tensor.offset)):
+            if one.offset + one.num_bytes > other.offset:
+                raise self._fault(f"its tensors {one.name!r} and {other.name!r} overlap")
         numbers = {tensor.name: self._numbers(tensor) for tensor in tensors.values() if "rope_" in tensor.name}
         return GgufHeader((self._path,), settings, tensors, digest, numbers)
 
@@ -173,13 +187,13 @@ class HeaderReader:
     def _value(self, name: str) -> Setting:
         (kind,) = self._unpack("<I", f"the type of {name!r}")
         if kind == _STRING:
-            return self._string(name)
+            return self._string(repr(name))
         if kind != _ARRAY:
             return self._scalars(kind, 1, name)[0]
         kind, count = self._unpack("<IQ", f"the length of {name!r}")
         if kind == _STRING:
             self._check_count(count, 8, f"items in {name!r}")
-            return tuple(self._string(name) for _ in range(count))
+            return tuple(self._string(repr(name)) for _ in range(count))
         return self._scalars(kind, count, name)
 
     def _scalars(self, kind: int, count: int, name: str) -> tuple[Any, ...]:
@@ -191,7 +205,7 @@ class HeaderReader:
 
     def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
         """Its name, type, shape and offset in the data."""
-        name = self._string("the name of a tensor")
+        name = self._string("the name of a tensor", _MOST_NAME_BYTES)
         (dimensions,) = self._unpack("<I", f"the shape of {name!r}")
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
             raise self._fault(f"the tensor {name!r} has {dimensions} dimensions; 1 to {_MOST_DIMENSIONS} are possible")
@@ -230,8 +244,10 @@ class HeaderReader:
             raise self._fault("it is truncated while it is read")
         return struct.unpack(f"<{tensor.num_bytes // 4}f", data)
 
-    def _string(self, what: str) -> str:
+    def _string(self, what: str, most_bytes: int = _MOST_HEADER_BYTES) -> str:
         (length,) = self._unpack("<Q", what)
+        if most_bytes < length <= self._limit - self._position:
+            raise self._fault(f"{what} has {length} bytes; at most {most_bytes} are possible")
         try:
             return self._take(length, what).decode()
         except UnicodeDecodeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Iterable
 from functools import lru_cache
@@ -27,7 +28,7 @@ _OTHER_PARTS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 def is_hub_file(model: str) -> bool:
     """Whether a name is that of a Hub repository's GGUF file; nothing is looked up."""
     found = _NAME.fullmatch(model)
-    return found is not None and any(found.group("host", "gguf", "kind")) and not Path(model).exists()
+    return found is not None and any(found.group("host", "gguf", "kind")) and not os.path.exists(model)
 
 
 def models_among(files: Iterable[_Path]) -> list[_Path]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, TypeVar
 
-from folio.app.models.gguf.header import GgufHeader
+from folio.app.models.gguf.header import GgufHeader, shown
 
 _T = TypeVar("_T")
-_MOST_SHOWN = 60
 
 
 class Settings:
@@ -21,9 +20,12 @@ class Settings:
     def __init__(self, header: GgufHeader, architecture: str) -> None:
         self._header, self._architecture = header, architecture
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """At least 0. Of a list for all layers, their common value."""
-        return self._get(name, int, default)
+    def integer(self, name: str, default: int | None = None, *, least: int = 0) -> int:
+        """Of a list for all layers, their common value."""
+        value = self._get(name, int, default)
+        if value < least:
+            raise self._fault(name, value, f"at least {least}")
+        return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, float, default)
@@ -65,6 +67,4 @@ class Settings:
         return value
 
     def _fault(self, name: str, value: object, bound: str) -> ValueError:
-        shown = repr(value)
-        shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
-        return ValueError(f"{self._header.files[0]} has {self._name(name)} {shown}; it must be {bound}")
+        return ValueError(f"{self._header.files[0]} has {self._name(name)} {shown(value)}; it must be {bound}")

@@ -8,14 +8,17 @@ A control token is special, and a user-defined one is found in the text before a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from folio.app.models.gguf.header import GgufHeader
+from folio.app.models.gguf.header import GgufHeader, shown
 from folio.app.models.gguf.settings import Settings
 from folio.app.models.gguf.splits import MERGES_LATE, NORMALISED, SPLITS
 
 _SPACE = "▁"
+# Characters of all parts of all tokens, of which merges are made: Gemma's 262,144 tokens have 20 millions.
+_MOST_SCORED = 1 << 28
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 # Setting, and the name of the token in `tokenizer_config.json`.
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -115,7 +118,7 @@ class GgufTokenizer:
             space = merge.find(" ", 1)
             left, right = merge[:space], merge[space + 1 :]
             if space < 0 or not {left, right, left + right} <= vocabulary:
-                raise self._fault(f"tokenizer.ggml.merges has {merge!r}, of something that is no token")
+                raise self._fault(f"tokenizer.ggml.merges has {shown(merge)}, of something that is no token")
             yield left, right
 
     def _scored_merges(self) -> Iterator[tuple[str, str]]:
@@ -158,9 +161,9 @@ class GgufTokenizer:
 
     def _check(self, embeddings: int) -> None:
         if self._kind not in ("gpt2", "llama"):
-            raise self._fault(f"tokenizer.ggml.model is {self._kind!r}; Folio reads gpt2 and llama")
+            raise self._fault(f"tokenizer.ggml.model is {shown(self._kind)}; Folio reads gpt2 and llama")
         if self._kind == "gpt2" and self._pre not in SPLITS:
-            raise self._fault(f"tokenizer.ggml.pre is {self._pre!r}, which Folio does not know")
+            raise self._fault(f"tokenizer.ggml.pre is {shown(self._pre)}, which Folio does not know")
         count = len(self._tokens)
         if not 0 < count <= embeddings:
             raise self._fault(f"it has {count} tokens for {embeddings} rows of token_embd.weight")
@@ -168,6 +171,13 @@ class GgufTokenizer:
             raise self._fault(f"it has {len(self._types)} values in tokenizer.ggml.token_type for {count} tokens")
         if self._kind == "llama" and not self._merges and len(self._scores) != count:
             raise self._fault(f"it has {len(self._scores)} values in tokenizer.ggml.scores for {count} tokens")
+        if any(score != score for score in self._scores):
+            raise self._fault("it has scores in tokenizer.ggml.scores that are no numbers")
+        token, times = Counter(filter(None, self._tokens)).most_common(1)[0] if any(self._tokens) else ("", 0)
+        if times != 1:
+            raise self._fault(f"it has the token {shown(token)} {times} times")
+        if self._kind == "llama" and sum(len(token) ** 2 for token in self._tokens) > _MOST_SCORED:
+            raise self._fault(f"its longest token has {max(map(len, self._tokens))} characters, more than merges allow")
 
     def _special_id(self, settings: Settings, name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"

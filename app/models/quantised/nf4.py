@@ -35,10 +35,10 @@ def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight | torch.Tensor:
     if len(packed) * 2 != outputs * inputs:
         raise ModelError(f"{parts}{_BYTES} has {len(packed)} bytes, which are not of {[outputs, inputs]}")
     codes = torch.stack((packed >> 4, packed & 15), 1).view(outputs, inputs)
-    scales, levels = _scales(parts, state), parts.read(_LEVELS, torch.float32)
+    scales, levels = parts.finite(_SCALES, _scales(parts, state)), parts.read(_LEVELS, torch.float32)
     parts.expect(_SCALES, scales, -(-outputs * inputs // block))
     parts.expect(_LEVELS, levels, len(_TABLE))
-    if (levels - torch.tensor(_TABLE) * _UNIT).abs().max() > _UNIT:
+    if not (levels - torch.tensor(_TABLE) * _UNIT).abs().max() <= _UNIT:  # or no numbers
         raise ModelError(f"{parts}{_LEVELS} has other levels than NF4")
     if inputs % block or block % LEAST_GROUP:  # blocks go on in the next output
         values = levels[codes.long()].view(-1) * scales.repeat_interleave(block)[: outputs * inputs]
@@ -48,7 +48,10 @@ def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight | torch.Tensor:
 
 
 def _state(parts: Parts) -> dict[str, Any]:
-    state = json.loads(bytes(parts.read(_STATE, torch.uint8).tolist()))
+    try:
+        state = json.loads(bytes(parts.read(_STATE, torch.uint8).reshape(-1).tolist()))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{parts}{_STATE} is no JSON object: {error}") from None
     shape = state.get("shape") if isinstance(state, dict) else None
     if not isinstance(shape, list) or len(shape) != 2 or not all(map(_is_size, shape)):
         raise ModelError(f"{parts}{_STATE} has the shape {shape}; it must be one of two dimensions")

@@ -35,7 +35,14 @@ class Parts:
 
     def scales(self, ending: str) -> torch.Tensor:
         """Scales of any dtype, as float32."""
-        return self.read(ending, torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu).float()
+        return self.finite(
+            ending, self.read(ending, torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu).float()
+        )
+
+    def finite(self, ending: str, scales: torch.Tensor) -> torch.Tensor:
+        if not bool(scales.isfinite().all()):
+            raise ModelError(f"{self}{ending} has scales that are infinite or no numbers")
+        return scales
 
     def expect(self, ending: str, tensor: torch.Tensor, *shape: int) -> None:
         if tensor.shape != shape:
@@ -83,7 +90,10 @@ class PackedFolder:
 
     def read(self, name: str) -> torch.Tensor | QuantisedWeight:
         if (parts := self._parts.get(name)) is None:
-            return self._files.read(self._plain.get(name, name))
+            tensor = self._files.read(self._plain.get(name, name))
+            if name.endswith(_WEIGHT) and tensor.element_size() == 1:
+                raise ModelError(f"{self._files.folder}: {name} has the dtype {_name(tensor)}, and lacks its scales")
+            return tensor
         try:
             return self._layout.read(parts, self._scheme)
         except ValueError as error:  # of `QuantisedWeight`

@@ -28,6 +28,17 @@ TEXT, INTEGER = {"type": "string"}, {"type": "integer"}
 OBJECT = {"type": "object", "properties": {"a": TEXT}}
 OVERLAP = [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 5}]
 BY_KIND = [{"properties": {"t": {"const": t}, t: INTEGER}, "required": ["t"], "type": "object"} for t in "ab"]
+LABEL = "b" * 60
+LONGEST = (  # formats, a text that is as long as one may be, and one that is longer
+    ("email", "a" * 64 + "@b.de", "a" * 65 + "@b.de"),
+    ("email", "@".join(("a", ".".join([LABEL] * 4))), "@".join(("a", ".".join([LABEL] * 5)))),
+    ("hostname", ".".join([LABEL] * 4), ".".join([LABEL] * 5)),
+    ("uri", "https://a.de/" + "x" * 7987, "https://a.de/" + "x" * 7988),
+    ("date-time", "2026-01-01T00:00:00.123456789+00:00", "2026-01-01T00:00:00.1234567890+00:00"),
+    ("time", "00:00:00.123456789+00:00", "00:00:00.1234567890+00:00"),
+    ("duration", "P" + "1" * 62 + "D", "P" + "1" * 63 + "D"),
+    ("decimal", "1" * 64, "1" * 65),
+)
 BASE64 = '"QUJD=A"'
 
 
@@ -57,6 +68,10 @@ def follows(schema: dict[str, Any], text: str) -> bool:
         ({"type": "string", "format": "byte"}, "", '"QUI="', BASE64),
         ({"type": "string", "format": "decimal"}, "", '"-1.5"', '"x"'),
         ({"type": "string", "format": "ipv4"}, "", '"1.2.3.4"', '"x"'),
+        *(({"type": "string", "format": f}, "", f'"{right}"', f'"{wrong}"') for f, right, wrong in LONGEST),
+        ({"type": "string", "format": "email", "maxLength": 9}, "", '"a@b.de"', '"aaaaaa@b.de"'),
+        ({"type": "string", "format": "email", "pattern": "de$"}, "", f'"{"a" * 70}@b.de"', '"a@b.com"'),
+        ({"type": "string", "format": "email", "minLength": 6}, "", '"a@b.de"', '"a@b.d"'),
         ({"type": "integer", "format": "int64"}, "", "5", '"x"'),
         ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", "[1, 1]", '["a"]'),
         ({"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "uniqueItems": True}, "", "[2, 1]", "[1, 1]"),

@@ -85,7 +85,7 @@ DAMAGED = {
     "many texts": (_setting(9, struct.pack("<IQ", 8, 2**61)), "2305843009213693952 items in 'a', more than"),
     "lists of lists": (_setting(9, struct.pack("<IQ", 9, 1) + bytes(99)), "'a' has the unknown type 9"),
     "a type": (_setting(99, bytes(99)), "'a' has the unknown type 99"),
-    "no UTF-8": (_setting(8, struct.pack("<Q", 1) + b"\xff"), "a is no UTF-8"),
+    "no UTF-8": (_setting(8, struct.pack("<Q", 1) + b"\xff"), "'a' is no UTF-8"),
     "twice": (
         _start(settings=2) + 2 * (struct.pack("<Q1sIB", 1, b"a", 0, 0)) + bytes(9),
         "it has the setting 'a' twice",
@@ -98,6 +98,12 @@ DAMAGED = {
     "an offset": (_start(tensors=1) + _tensor(1, offset=3) + bytes(99), "begins at 3 of the data, no multiple of 32"),
     "beyond the file": (_start(tensors=1) + _tensor(1, offset=2**63) + bytes(99), "it is truncated or damaged"),
     "a huge tensor": (_start(tensors=1) + _tensor(2**40, 2**40) + bytes(99), "it is truncated or damaged"),
+    "a longer name": (_start(settings=1) + struct.pack("<Q", 2000) + bytes(3000), "at most 1024 are possible"),
+    "a line break": (_start(settings=1) + struct.pack("<Q3sIQ", 3, b"a\nb", 8, 99), r"'a\nb' ends at byte"),
+    "an overlap": (
+        _start(tensors=2) + _tensor(16) + _tensor(16, offset=32).replace(b"x", b"y") + bytes(199),
+        "its tensors 'x' and 'y' overlap",
+    ),
     "tensors twice": (_start(tensors=2) + 2 * _tensor(1) + bytes(99), "it has the tensor 'x' twice"),
 }
 

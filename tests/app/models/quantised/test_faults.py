@@ -184,7 +184,23 @@ _TENSORS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {  # end o
         NF4_CONFIG,
         _nf4(nested=True) | {"a.weight.quant_state.bitsandbytes__nf4": _state()},
     ),
-    "a: Expecting value: line 1 column 1 (char 0)": (
+    "a.scales has scales that are infinite or no numbers": (
+        _GPTQ,
+        _gptq(scales=scales((2, OUTPUTS)).fill_(torch.nan)),
+    ),
+    "a.weight.absmax has scales that are infinite or no numbers": (
+        NF4_CONFIG,
+        _nf4(weight__absmax=torch.full((48,), torch.inf)),
+    ),
+    "a.weight has the dtype int8, and lacks its scales": (
+        compressed("int-quantized", num_bits=8, strategy="channel"),
+        {"a.weight": torch.ones(OUTPUTS, INPUTS, dtype=torch.int8)},
+    ),
+    "nf4 is no JSON object: maximum recursion depth exceeded while decoding a JSON array from a unicode string": (
+        NF4_CONFIG,
+        _nf4() | {"a.weight.quant_state.bitsandbytes__nf4": torch.tensor([91] * 9999, dtype=torch.uint8)},
+    ),
+    "nf4 is no JSON object: Expecting value: line 1 column 1 (char 0)": (
         NF4_CONFIG,
         _nf4() | {"a.weight.quant_state.bitsandbytes__nf4": torch.tensor([120], dtype=torch.uint8)},
     ),

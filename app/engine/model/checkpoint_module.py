@@ -41,6 +41,7 @@ from folio.app.engine.model.quantised_module import (
     Descriptions,
     Fuse,
     QuantisedLoader,
+    blanks,
     by_layer,
     described,
     embed_as,
@@ -372,9 +373,9 @@ def optimise(
     fuse, few = _fusion(config)
     num_fused, num_packed = fuse(module, record), 0
     if packed:
-        linear = select_packed_product(device)
-        embed_as(module, packed, linear)
-        num_packed = pack_linears(module, packed_as(packed, linear))
+        linear, weights = select_packed_product(device), blanks(packed)
+        embed_as(module, weights, linear)
+        num_packed = pack_linears(module, packed_as(weights, linear))
     elif product is not None:
         num_packed = pack_linears(module, packed_by(product))
     num_few = 0 if few is None else use_few_row_products(module, few)

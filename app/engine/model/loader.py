@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from folio.app.models.weights.key import weight_files
 from folio.app.models.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None)
 
 # Layers of other types use masks that are not passed to the attention function.
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "hybrid"}
@@ -170,6 +172,8 @@ def load_model(
         elif adapters is None and device.type == "cpu":
             logger.info("%d layers run in one call each", run_in_one_call(module))
         undo.pop_all()
+    if hasattr(_libc, "malloc_trim"):  # glibc keeps what a load has freed: as much as the weights of a small model
+        _libc.malloc_trim(0)
     return loaded
 
 

@@ -62,6 +62,7 @@ from folio.kernels import (
     select_packed_product,
     select_product,
 )
+from folio.kernels.threads import one_thread
 
 logger = logging.getLogger(__name__)
 
@@ -181,14 +182,11 @@ def _quantised_module(
     recurrent_layers = recurrent.install(module)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # buffers
     fuse, few = _fusion(config)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a layer's tensors are small: a team of threads takes longer, beside others many times
     try:
-        num_fused = QuantisedLoader(module, checkpoint, linear, device, plan).load(fuse, record)
+        with one_thread():  # a layer's tensors are small
+            num_fused = QuantisedLoader(module, checkpoint, linear, device, plan).load(fuse, record)
     except ModelError as error:
         raise ModelError(f"cannot load {name!r}: {error}") from error
-    finally:
-        torch.set_num_threads(num_threads)
     num_few = 0 if few is None else use_few_row_products(module, few)
     logger.info("fused %d modules, %d with products of few rows; quantised weights stay packed", num_fused, num_few)
     generates = pooling is None or not is_classifier(hf_config)

@@ -11,6 +11,7 @@ from torch import nn
 from folio.kernels import CpuLinear, quantise
 from folio.kernels.cpu.experts import CpuExperts, stacked
 from folio.kernels.cpu.ops import PackedWeight
+from folio.kernels.threads import each
 
 # Parameters of an experts' module, of which it has two, and the names of its projections in checkpoints that have them
 # apart.
@@ -81,13 +82,19 @@ def quantise_experts(model: nn.Module, bits: Literal[4, 8]) -> int:
     linear, multiply, num_packed = CpuLinear(), CpuExperts(), 0
     for path, module in experts_of(model):
 
-        def pack(weight: torch.Tensor, transposed: bool = module.is_transposed) -> PackedWeight:
-            weight = weight.detach().t() if transposed else weight.detach()
-            return linear.pack_quantised(quantise(weight, bits), weight.dtype)
+        def pack(weights: torch.Tensor, transposed: bool = module.is_transposed) -> PackedWeight:
+            found: dict[int, PackedWeight] = {}
+
+            def pack_one(expert: int) -> None:
+                weight = weights[expert].t() if transposed else weights[expert]
+                found[expert] = linear.pack_quantised(quantise(weight, bits), weight.dtype)
+
+            each(pack_one, range(len(weights)))
+            return stacked([found[expert] for expert in range(len(weights))])
 
         packed = {}
         for name in projections_of(module):
-            packed[name] = stacked([pack(weight) for weight in getattr(module, name)])
+            packed[name] = pack(getattr(module, name).detach())
             setattr(module, name, None)  # freed before the next one is packed
         model.set_submodule(path, PackedExperts(module, packed, multiply))
         num_packed += 1

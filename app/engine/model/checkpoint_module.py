@@ -41,6 +41,7 @@ from folio.app.engine.model.quantised_module import (
     Descriptions,
     Fuse,
     QuantisedLoader,
+    blanks,
     by_layer,
     described,
     embed_as,
@@ -61,6 +62,7 @@ from folio.kernels import (
     select_packed_product,
     select_product,
 )
+from folio.kernels.threads import one_thread
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +186,8 @@ def _quantised_module(
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # buffers
     fuse, few = _fusion(config)
     try:
-        num_fused = QuantisedLoader(module, checkpoint, linear, device, plan).load(fuse, record)
+        with one_thread():  # a layer's tensors are small
+            num_fused = QuantisedLoader(module, checkpoint, linear, device, plan).load(fuse, record)
     except ModelError as error:
         raise ModelError(f"cannot load {name!r}: {error}") from error
     num_few = 0 if few is None else use_few_row_products(module, few)
@@ -375,9 +378,9 @@ def optimise(
     fuse, few = _fusion(config)
     num_fused, num_packed = fuse(module, record), 0
     if packed:
-        linear = select_packed_product(device)
-        embed_as(module, packed, linear)
-        num_packed = pack_linears(module, packed_as(packed, linear))
+        linear, weights = select_packed_product(device), blanks(packed)
+        embed_as(module, weights, linear)
+        num_packed = pack_linears(module, packed_as(weights, linear))
     elif product is not None:
         num_packed = pack_linears(module, packed_by(product))
     num_few = 0 if few is None else use_few_row_products(module, few)

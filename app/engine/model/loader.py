@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from folio.app.models.weights.key import weight_files
 from folio.app.models.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None)
 
 # Layers of other types use masks that are not passed to the attention function.
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "hybrid"}
@@ -173,6 +175,8 @@ def load_model(
         if made.generates:
             keep_logits_unrounded(module.get_output_embeddings())
         undo.pop_all()
+    if hasattr(_libc, "malloc_trim"):  # glibc keeps what a load has freed: as much as the weights of a small model
+        _libc.malloc_trim(0)
     return loaded
 
 

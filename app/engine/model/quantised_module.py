@@ -30,6 +30,7 @@ Fuse = Callable[[nn.Module, FusionRecord], int]
 Pack = Callable[[str, nn.Module], PackedLinear | None]  # for `pack_linears`
 # Packed weights by the paths of their modules, described by plain values: see `described`.
 Descriptions = Mapping[str, Any]
+Blanks = Mapping[str, PackedWeight]
 
 
 class QuantisedLoader:
@@ -197,20 +198,29 @@ def _layer_paths(module: nn.Module) -> Iterator[str]:
 
 def described(model: nn.Module) -> dict[str, Any]:
     """The quantised packed weights of a model, and those of packed experts, by path, in plain values: tensors by dtype
-    and shape."""
-    return {
-        path: _plain(module.packed)
-        for path, module in model.named_modules()
-        if isinstance(module, ExpertProduct)
-        or (isinstance(module, PackedEmbedding | PackedLinear) and _is_quantised(module.packed))
-    }
+    and shape, and a weight that several modules share once, then by its first path."""
+    found: dict[str, Any] = {}
+    paths: dict[int, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertProduct) or (
+            isinstance(module, PackedEmbedding | PackedLinear) and _is_quantised(module.packed)
+        ):
+            first = paths.setdefault(id(module.packed), path)
+            found[path] = _plain(module.packed) if first == path else first
+    return found
 
 
-def packed_as(descriptions: Descriptions, linear: PackedProduct) -> Pack:
-    """Packs linear layers of a module on torch's meta device as described; for `pack_linears`."""
+def blanks(descriptions: Descriptions) -> Blanks:
+    """The weights, on torch's meta device."""
+    made = {path: _blank(found) for path, found in descriptions.items() if not isinstance(found, str)}
+    return {path: made[found if isinstance(found, str) else path] for path, found in descriptions.items()}
+
+
+def packed_as(weights: Blanks, linear: PackedProduct) -> Pack:
+    """Packs linear layers of a module on torch's meta device as `weights`; for `pack_linears`."""
 
     def pack(path: str, layer: Any) -> PackedLinear | None:
-        packed = _blank(descriptions[path]) if path in descriptions else linear.pack(layer.weight.detach())
+        packed = weights[path] if path in weights else linear.pack(layer.weight.detach())
         if packed is None:
             return None
         return PackedLinear(packed, (packed.outputs, packed.inputs), layer.bias, linear, getattr(layer, "merged", ()))
@@ -218,12 +228,12 @@ def packed_as(descriptions: Descriptions, linear: PackedProduct) -> Pack:
     return pack
 
 
-def embed_as(model: nn.Module, descriptions: Descriptions, linear: PackedProduct) -> None:
-    """Replace the embeddings and experts of a module on torch's meta device that are described."""
-    experts_as(model, lambda path: _blank(descriptions[path]) if path in descriptions else None)
+def embed_as(model: nn.Module, weights: Blanks, linear: PackedProduct) -> None:
+    """Replace the embeddings and experts of a module on torch's meta device that have `weights`."""
+    experts_as(model, weights.get)
     for path, module in list(model.named_modules()):
-        if isinstance(module, nn.Embedding) and path in descriptions:
-            model.set_submodule(path, PackedEmbedding(module, _blank(descriptions[path]), linear))
+        if isinstance(module, nn.Embedding) and path in weights:
+            model.set_submodule(path, PackedEmbedding(module, weights[path], linear))
 
 
 def _is_quantised(packed: object) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from folio.app.config.checkpoint_sizes import Header, read_header
 from folio.app.errors import ModelError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -24,6 +27,7 @@ class TensorFiles:
         files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else _indexed(folder)
         self._files = {path: _opened(path) for path in files}
         self._path_of = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
+        self._headers: dict[Path, Header] = {}
 
     def names(self) -> frozenset[str]:
         return frozenset(self._path_of)
@@ -32,10 +36,20 @@ class TensorFiles:
         tensor: torch.Tensor = self._get(name, lambda file: file.get_tensor(name))
         return tensor
 
-    def part(self, name: str, index: int) -> torch.Tensor:
-        """The entry `index` of the outermost dimension."""
-        tensor: torch.Tensor = self._get(name, lambda file: file.get_slice(name)[index])
-        return tensor
+    def bytes_of(self, name: str, index: int) -> torch.Tensor:
+        """The entry `index` of the outermost dimension of a tensor of bytes. It is read alone: a slice of safetensors
+        reads the whole tensor of a file that is not mapped."""
+        dtype, path = self._get(name, lambda file: file.get_slice(name).get_dtype()), self._path_of[name]
+        try:
+            if path not in self._headers:
+                self._headers[path] = read_header(path)
+            shape, end = self._headers[path][name]
+        except (ValueError, KeyError, OSError) as error:
+            raise ModelError(f"{path}: {name} cannot be read: {error}") from None
+        if dtype != "U8" or not 0 <= index < (*shape, 0)[0]:
+            raise ModelError(f"{path}: {name} has the dtype {dtype} and the shape {list(shape)}")
+        size = math.prod(shape[1:])
+        return read_bytes(path, end - (shape[0] - index) * size, size, name).view(shape[1:])
 
     def shape(self, name: str) -> list[int]:
         shape: list[int] = self._get(name, lambda file: file.get_slice(name).get_shape())
@@ -49,6 +63,25 @@ class TensorFiles:
             return get(self._files[path])
         except (SafetensorError, OSError, IndexError) as error:
             raise ModelError(f"{path}: {name} cannot be read: {error}") from None
+
+
+def read_bytes(path: Path, offset: int, num_bytes: int, name: str) -> torch.Tensor:
+    """Bytes of a file, which is not mapped: truncation would end the process. Args: `name`: of their tensor, for the
+    error. Raises `ModelError`."""
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    rest = data.numpy().data
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            while rest:
+                if not (count := os.preadv(fd, [rest], offset)):
+                    raise ModelError(f"{path} was truncated: it ends at byte {offset} within {name!r}")
+                rest, offset = rest[count:], offset + count
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    return data
 
 
 def _opened(path: Path) -> Any:

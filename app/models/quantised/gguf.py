@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from folio.app.errors import ModelError
 from folio.app.models.gguf.architectures import Undo, parameters
 from folio.app.models.gguf.header import GgufHeader, GgufTensor
-from folio.app.models.quantised.gguf_blocks import Bytes, decode
+from folio.app.models.quantised.files import read_bytes
+from folio.app.models.quantised.gguf_blocks import decode
 from folio.kernels import QuantisedWeight
 
 _GATE_BIAS, _UP_BIAS = ".experts.gate_up_proj_bias", ".experts.up_proj_bias"
@@ -42,7 +41,8 @@ class GgufCheckpoint:
 
     def read(self, name: str) -> torch.Tensor | QuantisedWeight:
         tensor, undo = self._parameters[name]
-        weight = decode(tensor.kind, _read(tensor), tensor.shape)
+        data = read_bytes(tensor.file, tensor.offset, tensor.num_bytes, tensor.name)
+        weight = decode(tensor.kind, data.numpy(), tensor.shape)
         if name.endswith(_GATE_BIAS):  # gpt-oss, whose gates and ups alternate in transformers
             up = self.read(name.replace(_GATE_BIAS, _UP_BIAS))
             if not (isinstance(weight, torch.Tensor) and isinstance(up, torch.Tensor) and up.shape == weight.shape):
@@ -81,21 +81,3 @@ def _by_expert(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]
         for expert in range(count):
             one = replace(tensor, shape=tuple(shape), offset=tensor.offset + expert * size, num_bytes=size)
             yield f"{stem}.{expert}.{leaf}", one
-
-
-def _read(tensor: GgufTensor) -> Bytes:
-    """The tensor's bytes. Raises `ModelError`."""
-    data = np.empty(tensor.num_bytes, np.uint8)
-    rest, offset = data.data, tensor.offset
-    try:
-        fd = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            while rest:
-                if not (count := os.preadv(fd, [rest], offset)):
-                    raise ModelError(f"{tensor.file} was truncated: it ends at byte {offset} within {tensor.name!r}")
-                rest, offset = rest[count:], offset + count
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise ModelError(f"{tensor.file} cannot be read: {error.strerror}") from error
-    return data

@@ -13,6 +13,7 @@ import torch
 from folio.app.errors import ModelError
 from folio.app.models.quantised.files import TensorFiles
 from folio.app.models.quantised.gguf_blocks import mxfp4
+from folio.app.models.quantised.packed import unpacked
 from folio.kernels import QuantisedWeight
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -39,11 +40,11 @@ class Mxfp4Folder:
         if not (found := _EXPERT.fullmatch(name)):
             return self._files.read(name)
         stem, expert = f"{found[1]}.{found[3]}", int(found[2])
-        blocks, scales = (self._files.part(stem + ending, expert) for ending in (_BLOCKS, _SCALES))
+        blocks, scales = (self._files.bytes_of(stem + ending, expert) for ending in (_BLOCKS, _SCALES))
         for ending, part, rank in ((_BLOCKS, blocks, 3), (_SCALES, scales, 2)):
-            if part.dtype != torch.uint8 or part.ndim != rank or part.shape[:2] != blocks.shape[:2]:
+            if part.ndim != rank or part.shape[:2] != blocks.shape[:2]:
                 raise ModelError(f"{self._files.folder}: {stem}{ending} has the shape {list(part.shape)} of an expert")
         if blocks.shape[2] != 16:
             raise ModelError(f"{self._files.folder}: {stem}{_BLOCKS} has blocks of {blocks.shape[2]} bytes, not of 16")
-        codes = torch.stack((blocks & 15, blocks >> 4), -1)
+        codes = unpacked(blocks.view(torch.int32).flatten(1), 4)
         return mxfp4(codes.view(*blocks.shape[:2], 32).numpy(), scales.numpy())

@@ -11,6 +11,7 @@ weight.quant_map                       float32 [16]: the levels
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, TypeGuard
 
 import torch
@@ -40,11 +41,13 @@ def _read(parts: Parts, scheme: Scheme) -> QuantisedWeight | torch.Tensor:
     parts.expect(_LEVELS, levels, len(_TABLE))
     if not (levels - torch.tensor(_TABLE) * _UNIT).abs().max() <= _UNIT:  # or no numbers
         raise ModelError(f"{parts}{_LEVELS} has other levels than NF4")
-    if inputs % block or block % LEAST_GROUP:  # blocks go on in the next output
+    group = math.gcd(inputs, block)  # blocks may go on in the next output
+    if group % LEAST_GROUP:
         values = levels[codes.long()].view(-1) * scales.repeat_interleave(block)[: outputs * inputs]
         return values.view(outputs, inputs).bfloat16()
+    scales = scales.repeat_interleave(block // group)[: outputs * inputs // group]
     halves, _, factors = rounded_scales(scales.view(outputs, -1) * _UNIT)
-    return QuantisedWeight(codes, 4, block, halves, factors=factors, table=_TABLE)
+    return QuantisedWeight(codes, 4, group, halves, factors=factors, table=_TABLE)
 
 
 def _state(parts: Parts) -> dict[str, Any]:

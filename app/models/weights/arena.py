@@ -48,8 +48,9 @@ class ModelTensors:
         elsewhere = []
         with torch.inference_mode():
             for place, tensor in zip(self.table.tensors, self.tensors, strict=True):
-                if tensor.device.type != contents.device.type:
-                    elsewhere.append((place, tensor))  # `nn.Module.to` leaves plain attributes on the CPU
+                # `nn.Module.to` leaves plain attributes on the CPU. A view keeps its base, and with it the old memory.
+                if tensor.device.type != contents.device.type or tensor._base is not None:
+                    elsewhere.append((place, tensor))
                     continue
                 offset = place.offset // tensor.element_size()
                 tensor.set_(contents.untyped_storage(), offset, place.shape, place.stride)

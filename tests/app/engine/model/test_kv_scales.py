@@ -144,7 +144,7 @@ def test_prefixes_and_swapped_blocks_keep_their_bytes(checkpoint: MakeCheckpoint
         assert llm.engine.load.take_activity().num_preempted["swap"] > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bamba"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bamba", "deepseek_v2", "deepseek_v3"])
 def test_int8_passes_the_self_test(name: str, checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "folio.app.engine")
     for attention in ("cpu", "reference"):

@@ -86,7 +86,7 @@ def written(source: Path, folder: Path, kind: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
-        *(("qwen3_moe", kind) for kind in KINDS if kind != "nf4"),
+        *(("qwen3_moe", kind) for kind in KINDS),
         ("qwen2_moe", "int4"),
         ("mixtral", "gptq"),
         ("gpt_oss", "mxfp4"),

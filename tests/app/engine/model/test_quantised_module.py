@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from folio.app.config.engine import EngineConfig, ResolvedConfig
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear
-from folio.app.engine.model import checkpoint_module, loader
+from folio.app.engine.model import checkpoint_module, loader, stored_module
 from folio.app.engine.model.loader import LoadedModel, load_config, load_model
 from folio.app.errors import ConfigError, ModelError
 from folio.app.models.builtin import resolve_model
@@ -99,10 +99,14 @@ def _tensors(path: Path) -> list[Any]:
     return list(read_gguf(path).tensors.values())
 
 
-def test_the_stored_file_gives_the_same_model(tmp_path: Path) -> None:
-    path = quantised_file(tmp_path / "m.gguf", plain=("blk.0.attn_k.weight",))
+@pytest.mark.parametrize("untied", [False, True])
+def test_the_stored_file_gives_the_same_model(tmp_path: Path, untied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the file of a model with tied embeddings was taken for another model's, and written again."""
+    path = quantised_file(tmp_path / "m.gguf", plain=("blk.0.attn_k.weight",), untied=untied)
     store, logits = WeightStore(tmp_path / "weights"), []
-    for _ in range(2):  # the second one from the file that the first one has written
+    for start in range(2):  # the second one from the file that the first one has written
+        if start:
+            monkeypatch.delattr(stored_module, "make_module")
         loaded = load_model(config_of(path), weights=store)
         logits.append(logits_of(loaded))
         assert loaded.weights is not None

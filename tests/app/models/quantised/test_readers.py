@@ -216,14 +216,20 @@ def test_nf4(tmp_path: Path, nested: bool) -> None:
     assert (actual - expected).norm() / expected.norm() < 0.006, "levels are rounded to a table of integers"
 
 
-def test_blocks_of_nf4_that_go_on_in_the_next_output(tmp_path: Path) -> None:
-    tensors = nf4(96, nested=False)
+@pytest.mark.parametrize(("inputs", "is_packed"), [(96, True), (80, False)])
+def test_blocks_of_nf4_that_go_on_in_the_next_output(tmp_path: Path, inputs: int, is_packed: bool) -> None:
+    """They become groups of the inputs that the block and the output share, if the kernels have such groups."""
+    tensors = nf4(inputs, nested=False)
     expected = tensors.pop("expected")
     checkpoint = open_checkpoint(write(tmp_path, NF4_CONFIG, tensors))
     assert checkpoint is not None
     read = checkpoint.read("a.weight")
-    assert isinstance(read, torch.Tensor)
-    assert torch.equal(read, expected.bfloat16())
+    assert isinstance(read, QuantisedWeight) == is_packed
+    if isinstance(read, QuantisedWeight):
+        assert read.group == 32
+        assert (read.dequantised() - expected).norm() / expected.norm() < 0.006
+    else:
+        assert torch.equal(read, expected.bfloat16())
 
 
 def test_other_tensors_and_files(tmp_path: Path) -> None:

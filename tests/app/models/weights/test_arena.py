@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -123,6 +124,23 @@ def test_tensors_that_share_memory_share_it_in_the_new_place() -> None:
     assert model.transposed[1, 2] == model.last[0][0, 0] == 99
     assert collection.pieces == [], "the old memory should be free"
     assert model.parts.norm.weight.data_ptr() % 64 == model.rows.data_ptr() % 64 == contents.data_ptr() % 64
+
+
+def test_memory_of_views_is_freed() -> None:
+    """Regression: packed weights on huge pages, which are views, kept their first memory beside the mapped file."""
+    memory = np.arange(4096, dtype=np.uint8)
+    freed = weakref.ref(memory)
+    model = nn.Module()
+    model.packed = torch.from_numpy(memory)[64:].view(2, -1)
+    del memory
+    before, collection = model.packed.clone(), collect(model)
+    contents = torch.zeros(collection.table.num_bytes, dtype=torch.uint8)
+    [(at, piece)] = collection.pieces
+    contents[at : at + len(piece)] = piece
+    del piece
+    collection.attach(contents)
+    assert torch.equal(model.packed, before)
+    assert freed() is None
 
 
 def test_tensors_that_are_on_another_device_move_too() -> None:

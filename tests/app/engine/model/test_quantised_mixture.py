@@ -1,0 +1,120 @@
+"""A GGUF file of a mixture of experts in an engine: its tokens are those of the dequantised model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from folio.app.engine import LLM
+from folio.app.engine.layers.experts import PackedExperts
+from folio.app.models.gguf.config import model_config
+from folio.app.models.gguf.files import read_gguf
+from folio.app.models.quantised.gguf import GgufCheckpoint
+from folio.kernels import CpuLinear, QuantisedWeight
+from tests.app.engine.engines import greedy, run, tokens_of
+from tests.app.models.gguf.files import byte_tokens
+from tests.app.models.gguf.test_architectures import together
+
+gguf: Any = pytest.importorskip("gguf")
+HIDDEN, EXPERT, EXPERTS, LAYERS = 64, 32, 4, 2
+
+
+def write(path: Path, architecture: str) -> None:
+    """Weights in Q8_0 and Q4_0, by llama.cpp's package."""
+    generator, tokens = np.random.default_rng(0), byte_tokens()
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(16)
+    writer.add_value_length(16)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_expert_count(EXPERTS)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(EXPERT)
+    writer.add_expert_shared_feed_forward_length(64)
+    writer.add_tokenizer_model(tokens["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(tokens["tokenizer.ggml.pre"])
+    writer.add_token_list(tokens["tokenizer.ggml.tokens"])
+    writer.add_token_types(tokens["tokenizer.ggml.token_type"])
+    writer.add_token_merges(tokens["tokenizer.ggml.merges"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+    def add(name: str, *shape: int, kind: str = "F32") -> None:
+        values = generator.standard_normal(shape, np.float32) / (1 if len(shape) == 1 else 4)
+        if kind == "F32":
+            writer.add_tensor(name, values)
+        else:
+            found = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quantize(values, found), raw_dtype=found)
+
+    add("token_embd.weight", len(tokens["tokenizer.ggml.tokens"]), HIDDEN, kind="Q8_0")
+    add("output_norm.weight", HIDDEN)
+    add("output.weight", len(tokens["tokenizer.ggml.tokens"]), HIDDEN, kind="Q8_0")
+    for layer in range(LAYERS):
+        blk = f"blk.{layer}."
+        for name, outputs in (("q", 64), ("k", 32), ("v", 32), ("output", 64)):
+            add(f"{blk}attn_{name}.weight", outputs, HIDDEN, kind="Q8_0")
+            if architecture == "qwen2moe" and name != "output":
+                add(f"{blk}attn_{name}.bias", outputs)
+        for norm in ("attn_norm", "ffn_norm"):
+            add(f"{blk}{norm}.weight", HIDDEN)
+        add(f"{blk}ffn_gate_inp.weight", EXPERTS, HIDDEN)
+        for name, shape in (("gate", (EXPERT, HIDDEN)), ("up", (EXPERT, HIDDEN)), ("down", (HIDDEN, EXPERT))):
+            add(f"{blk}ffn_{name}_exps.weight", EXPERTS, *shape, kind="Q4_0")
+        if architecture == "qwen3moe":
+            add(f"{blk}attn_q_norm.weight", 16)
+            add(f"{blk}attn_k_norm.weight", 16)
+        else:
+            add(f"{blk}ffn_gate_inp_shexp.weight", HIDDEN)
+            for name, shape in (("gate", (64, HIDDEN)), ("up", (64, HIDDEN)), ("down", (HIDDEN, 64))):
+                add(f"{blk}ffn_{name}_shexp.weight", *shape, kind="Q4_0")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def plain_model(path: Path) -> Any:
+    """transformers' model of the values, in float32."""
+    header = read_gguf(path)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config(header)), dtype=torch.float32).eval()
+    checkpoint = GgufCheckpoint(header)
+    read = {name: checkpoint.read(name) for name in checkpoint.names()}
+    values = {name: w.dequantised() if isinstance(w, QuantisedWeight) else w for name, w in read.items()}
+    model.load_state_dict(together(values, model))
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["qwen2moe", "qwen3moe"])
+def test_tokens_are_those_of_the_values(tmp_path: Path, architecture: str) -> None:
+    """Of prompts in several chunks, of decodes together, and of prefixes that are in the cache."""
+    if reason := CpuLinear().unsupported(torch.float32):
+        pytest.skip(reason)
+    path = tmp_path / "m.gguf"
+    write(path, architecture)
+    common = [(i * 37) % 250 for i in range(48)]
+    prompts = [common + [(i * 11 + j) % 250 for i in range(5 + 30 * j)] for j in range(3)]
+    model, expected = plain_model(path), []
+    for prompt in prompts:
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        expected.append(out[0, len(prompt) :].tolist())
+    with LLM(path, dtype="float32", kv_memory_bytes=8 << 20, max_num_batched_tokens=64) as llm:
+        module: Any = llm.engine.model.module
+        assert sum(isinstance(part, PackedExperts) for part in module.modules()) == LAYERS
+        for start in range(2):
+            for number, prompt in enumerate(prompts):
+                llm.engine.submit(str(number), prompt, greedy(12))
+            found = run(llm.engine)
+            assert [tokens_of(found[str(number)]) for number in range(3)] == expected
+            assert start == 0 or all(deltas[-1].num_cached_tokens >= 32 for deltas in found.values())

@@ -172,9 +172,14 @@ def load_model(
         elif adapters is None and device.type == "cpu":
             logger.info("%d layers run in one call each", run_in_one_call(module))
         undo.pop_all()
-    if hasattr(_libc, "malloc_trim"):  # glibc keeps what a load has freed: as much as the weights of a small model
-        _libc.malloc_trim(0)
+    _trim_heap()
     return loaded
+
+
+def _trim_heap() -> None:
+    """Give back what a load has freed: glibc keeps as much as the weights of a small model."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
 
 
 def describe_model(

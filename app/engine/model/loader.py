@@ -175,9 +175,14 @@ def load_model(
         if made.generates:
             keep_logits_unrounded(module.get_output_embeddings())
         undo.pop_all()
-    if hasattr(_libc, "malloc_trim"):  # glibc keeps what a load has freed: as much as the weights of a small model
-        _libc.malloc_trim(0)
+    _trim_heap()
     return loaded
+
+
+def _trim_heap() -> None:
+    """Give back what a load has freed: glibc keeps as much as the weights of a small model."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
 
 
 def describe_model(

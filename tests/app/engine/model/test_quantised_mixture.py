@@ -17,8 +17,7 @@ from folio.app.models.gguf.files import read_gguf
 from folio.app.models.quantised.gguf import GgufCheckpoint
 from folio.kernels import CpuLinear, QuantisedWeight
 from tests.app.engine.engines import greedy, run, tokens_of
-from tests.app.models.gguf.files import byte_tokens
-from tests.app.models.gguf.test_architectures import together
+from tests.app.models.gguf.files import byte_tokens, together
 
 gguf: Any = pytest.importorskip("gguf")
 HIDDEN, EXPERT, EXPERTS, LAYERS = 64, 32, 4, 2
@@ -26,7 +25,7 @@ HIDDEN, EXPERT, EXPERTS, LAYERS = 64, 32, 4, 2
 
 def write(path: Path, architecture: str) -> None:
     """Weights in Q8_0 and Q4_0, by llama.cpp's package."""
-    generator, tokens = np.random.default_rng(0), byte_tokens()
+    tokens = byte_tokens()
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
     writer.add_context_length(256)
@@ -49,6 +48,15 @@ def write(path: Path, architecture: str) -> None:
     writer.add_token_merges(tokens["tokenizer.ggml.merges"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+    add_tensors(writer, architecture, len(tokens["tokenizer.ggml.tokens"]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_tensors(writer: Any, architecture: str, vocab_size: int) -> None:
+    generator = np.random.default_rng(0)
 
     def add(name: str, *shape: int, kind: str = "F32") -> None:
         values = generator.standard_normal(shape, np.float32) / (1 if len(shape) == 1 else 4)
@@ -58,9 +66,9 @@ def write(path: Path, architecture: str) -> None:
             found = gguf.GGMLQuantizationType[kind]
             writer.add_tensor(name, gguf.quantize(values, found), raw_dtype=found)
 
-    add("token_embd.weight", len(tokens["tokenizer.ggml.tokens"]), HIDDEN, kind="Q8_0")
+    add("token_embd.weight", vocab_size, HIDDEN, kind="Q8_0")
     add("output_norm.weight", HIDDEN)
-    add("output.weight", len(tokens["tokenizer.ggml.tokens"]), HIDDEN, kind="Q8_0")
+    add("output.weight", vocab_size, HIDDEN, kind="Q8_0")
     for layer in range(LAYERS):
         blk = f"blk.{layer}."
         for name, outputs in (("q", 64), ("k", 32), ("v", 32), ("output", 64)):
@@ -79,10 +87,6 @@ def write(path: Path, architecture: str) -> None:
             add(f"{blk}ffn_gate_inp_shexp.weight", HIDDEN)
             for name, shape in (("gate", (64, HIDDEN)), ("up", (64, HIDDEN)), ("down", (HIDDEN, 64))):
                 add(f"{blk}ffn_{name}_shexp.weight", *shape, kind="Q4_0")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def plain_model(path: Path) -> Any:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from folio.app.engine.layers.experts import PROJECTIONS, experts_of, projections_of
+
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11}
 NUMBERS |= {"Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ2_XXS": 16, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39}
 
@@ -133,3 +135,18 @@ def tiny_llama(
         "llama.rope.freq_base": 10000.0,
     }
     return facts | tokens | settings, tensors
+
+
+def together(weights: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """Experts as transformers' modules have them."""
+    found = {name: weight for name, weight in weights.items() if ".experts." not in name or name.endswith("_bias")}
+    for path, module in experts_of(model):
+        found.pop(f"{path}.up_proj_bias", None)
+        for name in projections_of(module):
+            rows = []
+            for e in range(module.num_experts):
+                parts = [weights[f"{path}.{e}.{part}.weight"] for part in PROJECTIONS[name]]
+                one = torch.cat(parts) if module.is_concatenated else torch.stack(parts, 1).flatten(0, 1)
+                rows.append(one.t() if module.is_transposed else one)
+            found[f"{path}.{name}"] = torch.stack(rows)
+    return found

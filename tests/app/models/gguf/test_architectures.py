@@ -12,13 +12,12 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from folio.app.engine.layers.experts import PROJECTIONS, experts_of, projections_of
 from folio.app.models.gguf.config import model_config
 from folio.app.models.gguf.files import read_gguf
 from folio.app.models.gguf.header import GgufHeader
 from folio.app.models.quantised.gguf import GgufCheckpoint
 from folio.kernels import QuantisedWeight
-from tests.app.models.gguf.files import Tensor, dense, tiny_llama, write_gguf
+from tests.app.models.gguf.files import Tensor, dense, tiny_llama, together, write_gguf
 from tests.conftest import EXPERTS
 
 gguf: Any = pytest.importorskip("gguf")
@@ -212,21 +211,6 @@ def llama3_factors(rope: dict[str, Any], dim: int) -> list[float]:
             smooth = (old / wavelength - low) / (high - low)
             factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return factors
-
-
-def together(weights: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
-    """Experts as transformers' modules have them."""
-    found = {name: weight for name, weight in weights.items() if ".experts." not in name or name.endswith("_bias")}
-    for path, module in experts_of(model):
-        found.pop(f"{path}.up_proj_bias", None)
-        for name in projections_of(module):
-            rows = []
-            for e in range(module.num_experts):
-                parts = [weights[f"{path}.{e}.{part}.weight"] for part in PROJECTIONS[name]]
-                one = torch.cat(parts) if module.is_concatenated else torch.stack(parts, 1).flatten(0, 1)
-                rows.append(one.t() if module.is_transposed else one)
-            found[f"{path}.{name}"] = torch.stack(rows)
-    return found
 
 
 def read_again(path: Path) -> PreTrainedModel:

@@ -76,7 +76,7 @@ def test_largest_codes_and_inputs_do_not_overflow(linear: CpuLinear, bits: Bits)
 
 @pytest.mark.parametrize(("bits", "form"), [(4, "offsets"), (4, "table"), (6, "nested"), (8, "scales")])
 def test_inputs_that_stand_out_have_16_bits(linear: CpuLinear, bits: Bits, form: str) -> None:
-    """Rounded to 8 they made most of the error of a model. Rows with and without them share a panel, and are as alone."""
+    """Rounded to 8 they made most of a model's error. Rows with and without them share a panel, and are as alone."""
     weight = random_weight(bits, form, 40)
     packed, exact = linear.pack_quantised(weight, torch.bfloat16), weight.dequantised().double()
     x = torch.randn(9, INPUTS, generator=torch.Generator().manual_seed(0))

@@ -167,15 +167,7 @@ def _rope(header: GgufHeader, settings: Settings, head_dim: int, rotary: int) ->
     if theta <= 0:
         raise ValueError(f"{file} has rope.freq_base {theta}; it must be more than 0")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    factors = {
-        kind: list(header.numbers[name])
-        for kind in ("freqs", "factors_long", "factors_short")
-        if (name := f"rope_{kind}.weight") in header.numbers
-    }
-    for kind, values in factors.items():
-        count = (head_dim if kind == "freqs" else rotary) // 2
-        if len(values) != count or not all(math.isfinite(value) and value > 0 for value in values):
-            raise ValueError(f"{file} has {len(values)} values in rope_{kind}.weight; it must have {count} above 0")
+    factors = _rope_factors(header, head_dim, rotary)
     if "factors_long" in factors and "factors_short" in factors:
         original = settings.integer("rope.scaling.original_context_length")
         longrope = {"long_factor": factors["factors_long"], "short_factor": factors["factors_short"]}
@@ -196,6 +188,21 @@ def _rope(header: GgufHeader, settings: Settings, head_dim: int, rotary: int) ->
         if settings.has(f"rope.scaling.yarn_{name}"):
             rope[key] = settings.number(f"rope.scaling.yarn_{name}")
     return rope
+
+
+def _rope_factors(header: GgufHeader, head_dim: int, rotary: int) -> dict[str, list[float]]:
+    factors = {
+        kind: list(header.numbers[name])
+        for kind in ("freqs", "factors_long", "factors_short")
+        if (name := f"rope_{kind}.weight") in header.numbers
+    }
+    for kind, values in factors.items():
+        count = (head_dim if kind == "freqs" else rotary) // 2
+        if len(values) != count or not all(math.isfinite(value) and value > 0 for value in values):
+            raise ValueError(
+                f"{header.files[0]} has {len(values)} values in rope_{kind}.weight; it must have {count} above 0"
+            )
+    return factors
 
 
 def _llama3_rope(header: GgufHeader, factors: list[float], theta: float, head_dim: int) -> dict[str, Any]:

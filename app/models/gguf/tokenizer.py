@@ -171,6 +171,9 @@ class GgufTokenizer:
             raise self._fault(f"it has {len(self._types)} values in tokenizer.ggml.token_type for {count} tokens")
         if self._kind == "llama" and not self._merges and len(self._scores) != count:
             raise self._fault(f"it has {len(self._scores)} values in tokenizer.ggml.scores for {count} tokens")
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
         if any(score != score for score in self._scores):
             raise self._fault("it has scores in tokenizer.ggml.scores that are no numbers")
         token, times = Counter(filter(None, self._tokens)).most_common(1)[0] if any(self._tokens) else ("", 0)

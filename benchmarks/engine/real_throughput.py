@@ -1,4 +1,4 @@
-"""Real quantised models, a part of `benchmarks.throughput`: rivals over HTTP, and neighbours on the same cores.
+"""Real quantised models: rivals over HTTP, and neighbours on the same cores.
 
 - 16 requests at once, one alone, and 16 with a common prefix: Folio's whole server on Ray Serve, llama.cpp's on the
   same GGUF file, and OpenVINO and vLLM on its dequantised weights, in turn. Prompts are random tokens, new in each run.
@@ -6,11 +6,12 @@
 - One stream in process (`LLM`), alone, beside a loop that keeps a core busy, and beside the same engine in another
   process: the shares of the speed alone.
 
-As a program it prints these figures alone and writes no result. --neighbours: the last part alone.
+`benchmarks.throughput --rivals` measures them, too. --neighbours: the last part alone, without a result.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import multiprocessing
@@ -211,18 +212,21 @@ def neighbours(file: Path, sizes: Sizes) -> tuple[dict[str, float], dict[str, li
     }, steps
 
 
+def write(args: argparse.Namespace) -> None:
+    """Measure, and write the result. Args: of `main`, or of `benchmarks.throughput`."""
+    figures, raw = measure(QUICK if args.quick else Sizes(), args.rivals)
+    harness.finish("throughput_real", args, figures, raw)
+
+
 def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--rivals", type=Path, default=FOLDER)
     parser.add_argument("--neighbours", action="store_true")
     args = parser.parse_args()
-    sizes = QUICK if args.quick else Sizes()
-    if args.neighbours:
-        file = real_models.fetched(NEIGHBOURED)
-        found = {} if file is None else neighbours(file, sizes)[0]
-    else:
-        found = measure(sizes, args.rivals)[0]
-    print(json.dumps(found))
+    if not args.neighbours:
+        write(args)
+    elif (file := real_models.fetched(NEIGHBOURED)) is not None:
+        print(json.dumps(neighbours(file, QUICK if args.quick else Sizes())[0]))
 
 
 if __name__ == "__main__":

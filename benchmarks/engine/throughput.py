@@ -14,7 +14,8 @@ with a stub that only waits in place of the model. Tokens are counted over the w
 prompts of a run are new, because of prefix caches.
 
 --quick keeps 4 of 24 layers and runs once, look-ups 3 times. --rivals starts the servers that
-`benchmarks.rival_servers` has installed, and measures real quantised models, too (`benchmarks.real_throughput`).
+`benchmarks.rival_servers` has installed, and measures real quantised models, too, into a result of their own
+(`benchmarks.real_throughput`).
 Others are started by hand on the same machine, on a checkpoint that `--checkpoint FOLDER` leaves there, and named by
 `--vllm URL`, `--openvino URL` (`benchmarks.openvino_server`) and `--llamacpp URL`.
 
@@ -388,11 +389,9 @@ def main() -> None:
         "layers": sizes.num_layers,
         "machine": {scenario: asdict(machine) for scenario, machine in machines.items()},
     }
-    if args.rivals is not None:
-        real_sizes = real_throughput.QUICK if args.quick else real_throughput.Sizes()
-        found, raw["real"] = real_throughput.measure(real_sizes, args.rivals)
-        figures |= found
     harness.finish("throughput", args, figures, raw, draw)
+    if args.rivals is not None:
+        real_throughput.write(args)
 
 
 def parse() -> argparse.Namespace:

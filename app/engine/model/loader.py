@@ -172,8 +172,7 @@ def load_model(
             install_collectives(module, made.plan, comm)
         elif adapters is None and device.type == "cpu":
             logger.info("%d layers run in one call each", run_in_one_call(module))
-        if made.generates:
-            keep_logits_unrounded(module.get_output_embeddings())
+        keep_logits_unrounded(module.get_output_embeddings())
         undo.pop_all()
     _trim_heap()
     return loaded

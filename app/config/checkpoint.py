@@ -37,17 +37,18 @@ def name_fault(model: str) -> str | None:
     """Why a name that is no folder, and no GGUF file that can be read, cannot be a Hub id either; `None` if it can."""
     if model in NAMED:
         return missing_fault(model)
-    path, has_form = Path(model), _HUB_ID.fullmatch(model) is not None
     if os.path.exists(model):  # False for a name that is too long, where Path raises
         try:
             resolve_gguf(model)
         except ModelError as error:
             return str(error)
         return "it is a file, and must be GGUF, a folder with config.json, or a Hub id"
-    if is_hub_file(model) or (has_form and not model.startswith((".", "/", "~"))):
+    if is_hub_file(model):
         return None
-    if path.suffix.lower() == ".gguf":
+    if model.lower().endswith(".gguf"):  # as of a file, though a Hub id could end so
         return "no such file exists"
+    if _HUB_ID.fullmatch(model) and not model.startswith((".", "/", "~")):
+        return None
     return "no such folder exists, and a Hub id has the form name or owner/name"
 
 

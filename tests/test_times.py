@@ -21,11 +21,11 @@ OTHERS = {f"test_{i}.py": 4.0 for i in range(20)}
 @pytest.mark.parametrize(
     ("recorded_s", "speed", "seen_s", "exceeds"),
     [
-        (30.0, 1.0, 60.0, False),
-        (30.0, 1.0, 60.1, True),
-        (30.0, 2.0, 119.0, False),  # a machine that is half as fast
-        (30.0, 2.0, 121.0, True),
-        (30.0, 0.5, 35.1, True),
+        (30.0, 1.0, 120.0, False),
+        (30.0, 1.0, 120.1, True),
+        (30.0, 2.0, 239.0, False),  # a machine that is half as fast
+        (30.0, 2.0, 241.0, True),
+        (30.0, 0.5, 60.1, True),
         (1.0, 1.0, 21.0, False),  # imports
         (1.0, 1.0, 21.1, True),
         (None, 1.0, 30.0, False),

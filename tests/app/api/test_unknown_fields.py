@@ -201,7 +201,7 @@ def test_many_unknown_fields_are_refused_fast(server: LocalServer, fields: dict[
     answer = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
     assert len(answer.text) < 1000
-    assert time.perf_counter() - begun < 5  # a tenth of a second, on a quiet machine
+    assert time.perf_counter() - begun < 20  # a tenth of a second, on a quiet machine
 
 
 def test_one_unknown_field_in_many_messages_is_one_field(client: TestClient) -> None:

@@ -145,10 +145,10 @@ def test_what_nothing_satisfies_stays_an_error() -> None:
 
 def test_large_schemas_are_looked_at_in_linear_time(context: RequestContext) -> None:
     """Each of these took minutes."""
-    begun = time.process_time()
+    begun = time.thread_time()
     enforceable({"oneOf": [{"const": number} for number in range(30_000)]}, "f")
     enforceable({"allOf": [{"$ref": f"x{number}"} for number in range(30_000)]}, "f")
-    assert time.process_time() - begun < 10
+    assert time.thread_time() - begun < 10
 
 
 @pytest.mark.parametrize("spec", ["{", "[1]", "{}", '"a"'])

@@ -254,9 +254,9 @@ def test_grammars_that_cannot_be_enforced_are_named(syntax: Any, definition: str
 )
 def test_grammars_are_read_in_linear_time(definition: str) -> None:
     """Regression: these took from seconds to hours, in the event loop."""
-    begun = time.process_time()
+    begun = time.thread_time()
     assert pattern_of("lark", definition) is None
-    assert time.process_time() - begun < 2
+    assert time.thread_time() - begun < 5
 
 
 def text_of(arguments: str, step: int) -> str:

@@ -1,8 +1,8 @@
 """Start-up of an engine: warm-up requests, and the prefixes of peer replicas.
 
 Kernels, product plans, threads, grammar compilers, pages and mappings are compiled or allocated at first use. Warm-up
-requests of random tokens spend that time before a client has to wait for it: prompts that fill a step, and decodes of
-several batch sizes, greedy and sampled. They run in the thread that will call `step`, because OpenMP threads belong to
+requests of random tokens spend that time before a client has to wait for it: decodes of several batch sizes, greedy and
+sampled, and prompts that fill a step. They run in the thread that will call `step`, because OpenMP threads belong to
 it. On a device whose kernels compile at their first use, a step of each kind runs before (`execution/variants.py`), and
 a request with each way of sampling; decode graphs are captured.
 """
@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 
 # Keys of the warm-up's prefixes. No request has them, so that no request finds these prefixes in the cache.
 _WARM_UP_KEYS = ("warm-up",)
-# All rounds run a second time, for at most about this long, to measure steps without first-use costs.
-_MEASURING_S = 5.0
+# Rounds run a second time, for at most about this long, to measure steps without first-use costs.
+_MEASURING_S = 1.0
+# On a CPU, whose kernels have no first-use costs that depend on a step's size, no round takes much longer.
+_LONG_ROUND_S = 1.0
 _PROMPT_TOKENS, _NEW_TOKENS = 8, 2
 # Most hot prefixes that an engine reports to a peer replica, and their tokens: a megabyte.
 _MOST_HOT_PREFIXES, _MOST_HOT_TOKENS = 256, 1 << 17
@@ -123,15 +125,13 @@ def warm_up(engine: Engine) -> None:
         engine.executor.capture_graphs(engine.config.kv_view)
         if engine.model.module.device.type != "cpu":
             warm_up_variants(engine)
-        for prompts in rounds:
-            _run(engine, prompts)
+        rounds = _run_rounds(engine, rounds)
         engine.recovery.forget_steps()
         deadline = time.monotonic() + _MEASURING_S
         for prompts in rounds:
             _run(engine, prompts)
             if time.monotonic() > deadline:
                 break
-    engine.memory.prefixes.evict_prefixes(_WARM_UP_KEYS)
     engine.reset_counts()
     engine.start_times.lap("warm_up_s")
 
@@ -152,6 +152,23 @@ def warm_up_variants(engine: Engine) -> None:
             _run(engine, [(prompt, replace(params, max_tokens=_NEW_TOKENS))])
 
 
+def _run_rounds(engine: Engine, rounds: Sequence[list[Prompt]]) -> list[list[Prompt]]:
+    """Run rounds, each with no fewer tokens than the one before, without those that a CPU would compute for long.
+    Returns what has run."""
+    done: list[list[Prompt]] = []
+    token_s, most_tokens = 0.0, 0
+    for prompts in rounds:
+        num_tokens = sum(len(token_ids) + (params.max_tokens or 0) for token_ids, params in prompts)
+        is_long = token_s * num_tokens > _LONG_ROUND_S and num_tokens > most_tokens
+        if is_long and engine.model.module.device.type == "cpu":
+            break
+        began = time.monotonic()
+        _run(engine, prompts)
+        done.append(prompts)
+        token_s, most_tokens = (time.monotonic() - began) / num_tokens, num_tokens
+    return done
+
+
 def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:
     for i, (token_ids, params) in enumerate(prompts):
         _add(engine, f"warm-up {i}", token_ids, params, _WARM_UP_KEYS)
@@ -162,6 +179,7 @@ def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:
         if engine.starved:  # on a shared device, without the memory that it may have later
             logger.info("%d warm-up requests are skipped: too little memory now", len(engine.requests))
             engine.cancel_all()
+    engine.memory.prefixes.evict_prefixes(_WARM_UP_KEYS)  # the second time is no shorter than the first
 
 
 def warm_up_rounds(
@@ -173,7 +191,7 @@ def warm_up_rounds(
     has_structures: bool,
     fits: Callable[[Sequence[int]], bool],
 ) -> list[list[Prompt]]:
-    """Rounds of warm-up requests: a whole step of prompts, then 1, 4, 16, … sequences.
+    """Rounds of warm-up requests: 1, 4, 16, … sequences, then a whole step of prompts.
 
     Args:
         max_model_len: longest prompt plus output, in tokens.
@@ -186,10 +204,10 @@ def warm_up_rounds(
     longest = max_model_len - new_tokens
     short = min(_PROMPT_TOKENS, longest)
     whole_step = [longest] * (step_tokens // longest) + [n for n in [step_tokens % longest] if n]
-    rounds = [[(n, GREEDY) for n in whole_step[:max_num_seqs]]]
-    rounds += [[(short, params)] for params in (SAMPLED, *((STRUCTURED,) if has_structures else ()))]
+    rounds = [[(short, params)] for params in (SAMPLED, *((STRUCTURED,) if has_structures else ()))]
     counts = [4**i for i in range(max_num_seqs.bit_length()) if 4**i < max_num_seqs] + [max_num_seqs]
     rounds += [[(short, (GREEDY, SAMPLED)[i % 2]) for i in range(count)] for count in counts]
+    rounds += [[(n, GREEDY) for n in whole_step[:max_num_seqs]]]
     generator = torch.Generator().manual_seed(0)
     prompts: list[list[Prompt]] = []
     for lengths in rounds:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,16 +132,16 @@ def test_rounds_fill_a_step_and_grow() -> None:
         vocab_size=100, max_model_len=50, max_num_seqs=6, step_tokens=100, has_structures=True, fits=fits(1000)
     )
     assert [[len(prompt) for prompt, _ in prompts] for prompts in rounds] == [
-        [48, 48, 4],
         [8],
         [8],
         [8],
         [8] * 4,
         [8] * 6,
+        [48, 48, 4],
     ]
     kinds = {params.structure is not None for prompts in rounds for _, params in prompts}
     assert kinds == {True, False}
-    assert {params.temperature for _, params in rounds[-1]} == {0, SAMPLED.temperature}
+    assert {params.temperature for _, params in rounds[-2]} == {0, SAMPLED.temperature}
     assert all(len(prompt) + (params.max_tokens or 0) <= 50 for prompts in rounds for prompt, params in prompts)
 
 
@@ -184,6 +185,25 @@ def test_a_warm_engine_is_as_good_as_new(model: str, make: MakeEngine) -> None:
         engine.submit("r", tokens(150), GREEDY)
         found.append(answers(engine)["r"])
     assert found[0] == found[1] != []
+
+
+@pytest.mark.parametrize(("token_s", "counts"), [(0.0, [2, 2, 2]), (0.01, [0, 0, 2]), (0.1, [0, 0, 0])])
+def test_a_slow_cpu_computes_no_long_rounds(
+    token_s: float, counts: list[int], make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others compute each round twice, and nothing from the prefix cache: that would not tell a prefill's time."""
+    engine, now, seen = make(max_num_seqs=16, max_num_batched_tokens=400, kv_memory_bytes=64 << 20), 0.0, list[int]()
+
+    def observe(num_tokens: int, *_: Any, **__: Any) -> None:
+        nonlocal now
+        seen.append(num_tokens)
+        now += token_s * num_tokens
+
+    monkeypatch.setattr("folio.app.engine.startup.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(engine.recovery, "observe_step", observe)
+    warm_up(engine)
+    engine.check_integrity()
+    assert [seen.count(num_tokens) for num_tokens in (400, 16 * 8, 4 * 8)] == counts
 
 
 def test_guesses_of_the_warm_up_do_not_count(make: MakeEngine) -> None:

@@ -4,6 +4,7 @@ Seen to work with `VERSION`. `tests/app/compat/test_ray.py` fails first when Ray
 
 - `ServeControllerClient.deploy_apps`: `serve.run` takes Python objects, not a configuration; the REST API
   for configurations needs the dashboard.
+- `_get_global_client`: `serve.start` waits for the proxies, whose imports take as long as those of the application.
 - `JobConfig(_client_job=, _py_driver_sys_path=)`: otherwise Ray's workers look for modules in the working directory
   first, where a user's `folio.py` would hide ours.
 - `global_worker_stdstream_dispatcher`, `print_to_stdstream`: a driver prints all lines of its workers, or none.
@@ -29,9 +30,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,7 +54,7 @@ from folio.app.errors import EngineError, FolioError, OverloadedError, Unavailab
 
 VERSION = "2.60"
 
-_CONNECT_S = 3.0
+_CONNECT_S, _LOOK_S = 3.0, 0.05
 
 
 def own_search_path() -> JobConfig:
@@ -81,24 +85,32 @@ def filter_worker_lines(visible: Callable[[str, Sequence[str]], list[str]]) -> N
 
 
 class ServeInstance:
-    """Serve on this cluster, started by this process unless it runs already."""
+    """Serve on this cluster, started by this process unless it runs already. Its controller runs before its proxies."""
 
     def __init__(self, config: ServeDeploySchema) -> None:
         grpc_options = config.grpc_options
         if "enable_reflection" not in grpc_options.model_fields_set:  # it needs no key
             grpc_options = grpc_options.model_copy(update={"enable_reflection": False})
-        serve.start(
+        start = partial(
+            serve.start,
             http_options=config.http_options.model_dump(),
             proxy_location=config.proxy_location,
             grpc_options=grpc_options.model_dump(),
             # The ingress logs requests; the proxy's log would be a second one.
             logging_config=config.logging_config or LoggingConfig(enable_access_log=False),
         )
-        self._client = _serve_client()
+        self._start = ThreadPoolExecutor(1).submit(start)
+        while (client := _serve_client(is_needed=False)) is None and not self._start.done():
+            time.sleep(_LOOK_S)
+        if client is None:
+            self._start.result()
+            client = _serve_client()
+        self._client = client
 
     def deploy(self, config: ServeDeploySchema) -> None:
-        """Deploy the applications of a configuration, without waiting for them."""
+        """Deploy the applications of a configuration, without waiting for them, but for the proxies."""
         self._client.deploy_apps(config, _blocking=False)
+        self._start.result()
 
     def shut_down(self, timeout_s: float) -> None:
         """Shut Serve down. Processes left after `timeout_s` end with the cluster, or later if the cluster runs on."""
@@ -108,10 +120,11 @@ class ServeInstance:
         self._client._shutdown = True
 
 
-def _serve_client() -> Any:
+def _serve_client(*, is_needed: bool = True) -> Any:
+    """Serve's client of its controller; `None` if there is no controller, and none `is_needed`."""
     from ray.serve.context import _get_global_client  # not needed by clients, which import this module, too
 
-    return _get_global_client()
+    return _get_global_client(raise_if_no_controller_running=is_needed)
 
 
 def http_host() -> str:

@@ -132,10 +132,12 @@ class EngineReplica:
     ) -> None:
         # Imported here, in the replica: Serve's controller and the process that builds the application import this
         # module, too, and would take seconds to import torch and transformers.
+        gc.disable()  # a million objects come to stay, which full collections would look through again and again
         from folio.app.engine.schedule.load_report import MOST_KEYS
         from folio.app.serving.tp_actors import actors_of_this_replica
         from folio.app.shelf.shelf import Shelf
 
+        gc.enable()
         configure_logs()
         keep_traces_whole()
         self._settings, self._first = shelf, shelf.first.name

@@ -1,8 +1,8 @@
 """Start-up: from the command that serves a model to its first token, and from Ctrl-C to its end.
 
 The command starts as a user starts it, with the default configuration on a free port. The model is SmolLM2, which
-`folio serve` serves by default where it is pulled; it is pulled here, if it is not there. A first start, not counted, fills
-the system's file cache and compiles the CPU kernels where they are missing. A client streams a chat every 50 ms from
+`folio serve` serves by default where it is pulled; it is pulled here, if it is not there. A first start, not counted,
+fills the system's file cache and compiles the CPU kernels where they are missing. A client streams a chat every 50 ms from
 the beginning; the first token of the first answer ends the measurement. Then the command gets SIGINT.
 
 Phases are what can be seen from outside, in this order: the first process of Ray (the command's own imports end), the
@@ -102,7 +102,12 @@ def first_token(port: int) -> bool:
         if response.status != 200:
             return False
         for line in response:
-            if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:  # no replica within the time that a request waits for one
+                return False
+            if event["choices"][0]["delta"].get("content"):
                 return True
         return False
     except (OSError, http.client.HTTPException):

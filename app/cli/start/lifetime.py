@@ -238,9 +238,9 @@ def serve_until_signal(
     names = [application.name for application in config.applications]
     instance = ServeInstance(config)
     status, has_ended = 1, True
-    log.lap("Serve runs")
     try:
         instance.deploy(config)
+        log.lap("Serve runs")
         status = wait_until_running(names, signals, log)
         if status:
             return status
@@ -283,7 +283,7 @@ def end_within(seconds: float, status: int) -> None:
 
 def wait_until_running(names: Sequence[str], signals: Signals, log: StartLog) -> int:
     """Wait until all applications run, or a signal comes. Returns 1 when an application cannot be deployed, else 0."""
-    while not signals.wait(_POLL_S):
+    while not signals.wait(_LOOK_S):
         applications = serve.status().applications
         statuses = {name: applications[name].status for name in names if name in applications}
         for name, status in statuses.items():

@@ -8,6 +8,7 @@ import inspect
 import os
 import subprocess
 import sys
+import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from ray.serve._private.client import ServeControllerClient
 from ray.serve._private.controller import ServeController
 from ray.serve._private.handle_options import DynamicHandleOptions
 from ray.serve._private.replica_result import ReplicaResult
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.serve.schema import ServeDeploySchema
 
@@ -153,7 +154,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Serve's client of its controller, and the options for gRPC with which Serve is started."""
     client = SimpleNamespace(started=[])
     monkeypatch.setattr(serve, "start", lambda *, grpc_options, **_: client.started.append(grpc_options))
-    monkeypatch.setattr(context, "_get_global_client", lambda: client)
+    monkeypatch.setattr(context, "_get_global_client", lambda **_: client)
     return client
 
 
@@ -166,6 +167,32 @@ def test_reflection_is_off_unless_the_file_sets_it(given: bool | None, client: A
     compat.ServeInstance(config)
     [options] = client.started
     assert (options["enable_reflection"], options["port"]) == (bool(given), 9000)
+
+
+def test_an_application_is_deployed_while_the_proxies_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as there is a controller. What keeps Serve from starting is told."""
+    deployed, fails = threading.Event(), [False]
+
+    def start(**_: Any) -> None:
+        if fails[0]:
+            raise RuntimeError("the port is in use")
+        assert deployed.wait(60)
+
+    found = iter([None, None, SimpleNamespace(deploy_apps=lambda *_, **__: deployed.set())])
+
+    def client(*, raise_if_no_controller_running: bool) -> Any:
+        if raise_if_no_controller_running:
+            raise RayServeException("no controller")
+        return next(found, None)
+
+    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setattr(context, "_get_global_client", client)
+    config = ServeDeploySchema(applications=[])
+    compat.ServeInstance(config).deploy(config)
+    assert deployed.is_set()
+    fails[0] = True
+    with pytest.raises(RuntimeError, match="the port is in use"):
+        compat.ServeInstance(config)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 The command starts as a user starts it, with the default configuration on a free port. The model is SmolLM2, which
 `folio serve` serves by default where it is pulled; it is pulled here, if it is not there. A first start, not counted,
-fills the system's file cache and compiles the CPU kernels where they are missing. A client streams a chat every 50 ms from
-the beginning; the first token of the first answer ends the measurement. Then the command gets SIGINT.
+fills the system's file cache and compiles the CPU kernels where they are missing. A client streams a chat every 50 ms
+from the beginning; the first token of the first answer ends the measurement. Then the command gets SIGINT.
 
 Phases are what can be seen from outside, in this order: the first process of Ray (the command's own imports end), the
 process of Serve's controller, the start of the process that becomes the engine replica, the replica's name on it (its

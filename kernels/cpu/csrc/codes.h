@@ -123,10 +123,16 @@ inline Floats widened(const Half* p) {
   return v;
 #endif
 }
-inline Floats widened(const int8_t* p) {
+inline Floats widened(const int8_t* p) {  // compilers would convert one by one
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
   Small v;
   std::memcpy(&v, p, sizeof v);
   return __builtin_convertvector(v, Floats);
+#endif
 }
 
 // A part of a weight, and a tile of it.

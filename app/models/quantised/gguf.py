@@ -42,7 +42,10 @@ class GgufCheckpoint:
     def read(self, name: str) -> torch.Tensor | QuantisedWeight:
         tensor, undo = self._parameters[name]
         data = read_bytes(tensor.file, tensor.offset, tensor.num_bytes, tensor.name)
-        weight = decode(tensor.kind, data.numpy(), tensor.shape)
+        try:
+            weight = decode(tensor.kind, data.numpy(), tensor.shape)
+        except ValueError as error:
+            raise ModelError(f"{tensor.file}: {tensor.name!r} has {error}") from None
         if name.endswith(_GATE_BIAS):  # gpt-oss, whose gates and ups alternate in transformers
             up = self.read(name.replace(_GATE_BIAS, _UP_BIAS))
             if not (isinstance(weight, torch.Tensor) and isinstance(up, torch.Tensor) and up.shape == weight.shape):

@@ -24,6 +24,8 @@ _MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Exponents of the powers of 2 that float16 holds.
 _LEAST_EXPONENT, _MOST_EXPONENT = -24, 15
+_NO_E8M0 = 255
+_NO_NUMBERS = "scales that are infinite or no numbers"
 
 
 def decode(kind: str, data: Bytes, shape: tuple[int, ...]) -> torch.Tensor | QuantisedWeight:
@@ -32,6 +34,9 @@ def decode(kind: str, data: Bytes, shape: tuple[int, ...]) -> torch.Tensor | Qua
     Args:
         data: `[bytes]`.
         shape: the innermost size last; of quantised kinds two sizes.
+
+    Raises:
+        ValueError: what is wrong with it, after "has".
     """
     if kind in _DENSE:
         return torch.from_numpy(data).view(_DENSE[kind]).view(shape)
@@ -49,7 +54,10 @@ def _weight(codes: Bytes, bits: Bits, group: int, *parts: npt.NDArray[Any], **se
 
 def _half(blocks: Bytes, start: int) -> npt.NDArray[np.float16]:
     """A float16 of each block."""
-    return np.ascontiguousarray(blocks[..., start : start + 2]).view("<f2")
+    halves = np.ascontiguousarray(blocks[..., start : start + 2]).view("<f2")
+    if not np.isfinite(halves).all():
+        raise ValueError(_NO_NUMBERS)
+    return halves
 
 
 def _fields(data: Bytes, bits: int, width: int) -> Bytes:
@@ -165,7 +173,12 @@ def mxfp4(codes: Bytes, scales: Bytes) -> QuantisedWeight:
     Args:
         codes: `[outputs, blocks, 32]`.
         scales: `[outputs, blocks]`.
+
+    Raises:
+        ValueError: as of `decode`.
     """
+    if scales.max(initial=0) == _NO_E8M0:
+        raise ValueError(_NO_NUMBERS)
     exponents = scales.astype(np.int32) - 128
     highest = exponents.max(-1)
     lacks = (exponents < _LEAST_EXPONENT).any(-1) | (highest > _MOST_EXPONENT)

@@ -47,4 +47,7 @@ class Mxfp4Folder:
         if blocks.shape[2] != 16:
             raise ModelError(f"{self._files.folder}: {stem}{_BLOCKS} has blocks of {blocks.shape[2]} bytes, not of 16")
         codes = unpacked(blocks.view(torch.int32).flatten(1), 4)
-        return mxfp4(codes.view(*blocks.shape[:2], 32).numpy(), scales.numpy())
+        try:
+            return mxfp4(codes.view(*blocks.shape[:2], 32).numpy(), scales.numpy())
+        except ValueError as error:
+            raise ModelError(f"{self._files.folder}: {stem}{_SCALES} has {error}") from None

@@ -193,7 +193,8 @@ class HeaderReader:
         kind, count = self._unpack("<IQ", f"the length of {name!r}")
         if kind == _STRING:
             self._check_count(count, 8, f"items in {name!r}")
-            return tuple(self._string(repr(name)) for _ in range(count))
+            what = repr(name)
+            return tuple(self._string(what) for _ in range(count))
         return self._scalars(kind, count, name)
 
     def _scalars(self, kind: int, count: int, name: str) -> tuple[Any, ...]:
@@ -245,7 +246,7 @@ class HeaderReader:
         return struct.unpack(f"<{tensor.num_bytes // 4}f", data)
 
     def _string(self, what: str, most_bytes: int = _MOST_HEADER_BYTES) -> str:
-        (length,) = self._unpack("<Q", what)
+        length = int.from_bytes(self._take(8, what), "little")
         if most_bytes < length <= self._limit - self._position:
             raise self._fault(f"{what} has {length} bytes; at most {most_bytes} are possible")
         try:
@@ -266,6 +267,9 @@ class HeaderReader:
 
     def _take(self, count: int, what: str) -> bytearray:
         start, end = self._position, self._position + count
+        if end <= len(self._data):  # of nearly all: tokenizers have a million strings
+            self._position = end
+            return self._data[start:end]
         if end > self._limit:
             bound = f"the file's {self._num_bytes} bytes" if end > self._num_bytes else f"{_MOST_HEADER_BYTES} bytes"
             raise self._fault(f"{what} ends at byte {end}, beyond {bound}: it is truncated or damaged")

@@ -28,12 +28,15 @@ _NO_E8M0 = 255
 _NO_NUMBERS = "scales that are infinite or no numbers"
 
 
-def decode(kind: str, data: Bytes, shape: tuple[int, ...]) -> torch.Tensor | QuantisedWeight:
+def decode(
+    kind: str, data: Bytes, shape: tuple[int, ...], columns: tuple[int, int] | None = None
+) -> torch.Tensor | QuantisedWeight:
     """A tensor of one of `header.READ_KINDS`.
 
     Args:
         data: `[bytes]`.
         shape: the innermost size last; of quantised kinds two sizes.
+        columns: the first and the end of those that are decoded, unless blocks would be cut; `None`: all.
 
     Raises:
         ValueError: what is wrong with it, after "has".
@@ -42,7 +45,10 @@ def decode(kind: str, data: Bytes, shape: tuple[int, ...]) -> torch.Tensor | Qua
         return torch.from_numpy(data).view(_DENSE[kind]).view(shape)
     values, num_bytes, read = _BLOCKS[kind]
     outputs, inputs = shape
-    return read(data.reshape(outputs, inputs // values, num_bytes))
+    blocks = data.reshape(outputs, inputs // values, num_bytes)
+    if columns is not None and not any(column % values for column in columns):
+        blocks = blocks[:, columns[0] // values : columns[1] // values]
+    return read(blocks)
 
 
 def _weight(codes: Bytes, bits: Bits, group: int, *parts: npt.NDArray[Any], **settings: Any) -> QuantisedWeight:

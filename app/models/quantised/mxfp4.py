@@ -14,6 +14,7 @@ from folio.app.errors import ModelError
 from folio.app.models.quantised.files import TensorFiles
 from folio.app.models.quantised.gguf_blocks import mxfp4
 from folio.app.models.quantised.packed import unpacked
+from folio.app.models.quantised.share import Share
 from folio.kernels import QuantisedWeight
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -36,9 +37,9 @@ class Mxfp4Folder:
     def names(self) -> frozenset[str]:
         return self._names
 
-    def read(self, name: str) -> torch.Tensor | QuantisedWeight:
+    def read(self, name: str, share: Share | None = None) -> torch.Tensor | QuantisedWeight:
         if not (found := _EXPERT.fullmatch(name)):
-            return self._files.read(name)
+            return self._files.share(name, share)
         stem, expert = f"{found[1]}.{found[3]}", int(found[2])
         blocks, scales = (self._files.bytes_of(stem + ending, expert) for ending in (_BLOCKS, _SCALES))
         for ending, part, rank in ((_BLOCKS, blocks, 3), (_SCALES, scales, 2)):

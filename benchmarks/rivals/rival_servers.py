@@ -33,8 +33,8 @@ PACKAGES = {
         "uvicorn",
     ),
 }
-# vLLM's image and audio libraries are for another torch than the one that it is built for, and fail at import.
-USELESS = {VLLM: ("torchvision", "torchaudio", "torchcodec")}
+# Image and audio libraries that come with them are for another torch than the one for CPUs, and fail at import.
+USELESS = {VLLM: ("torchvision", "torchaudio", "torchcodec"), OPENVINO: ("torchvision",)}
 # Rival → its program, and `--weight-format` of OpenVINO. Groups of 64 divide the inputs of every model here.
 RIVALS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm_cpu": (VLLM, ()),

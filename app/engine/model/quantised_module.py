@@ -16,10 +16,11 @@ from folio.app.engine.layers.experts import ExpertProduct, experts_as
 from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear, pack_linears
 from folio.app.engine.layers.recurrent import PackedMixer, unwrapped
-from folio.app.engine.layers.sharding import ShardPlan, WeightShard
+from folio.app.engine.layers.sharding import ShardPlan, WeightShard, ZeroShard
 from folio.app.engine.model.quantised_experts import ExpertReader
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
+from folio.app.models.quantised.share import Share
 from folio.kernels import PackedProduct, QuantisedWeight
 from folio.kernels.cpu.ops import PackedWeight, WeightPart
 
@@ -56,6 +57,8 @@ class QuantisedLoader:
         self._module, self._checkpoint, self._linear, self._device = module, checkpoint, linear, device
         self._sources: dict[str, PackedWeight] = {}  # of linear layers that are not replaced yet
         self._embeddings: dict[str, PackedWeight] = {}
+        # Cuts and parameters of embeddings that are not quantised, by their sources: output layers may be tied to them.
+        self._dense: dict[str, tuple[WeightShard | ZeroShard | None, nn.Parameter]] = {}
         # Tied parameters have several names.
         names: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -90,10 +93,10 @@ class QuantisedLoader:
                 source = self._names[name]
                 if source in self._embeddings:
                     continue  # a tied output layer
-                value = self._checkpoint.read(source)
-                if tuple(value.shape) != tuple(parameter.shape):
-                    raise ModelError(f"the weight {name} is {list(value.shape)}, not {list(parameter.shape)}")
-                value = self._share(name, value)
+                if (tied := self._dense.get(source)) is not None and self._cut(name) == tied[0]:
+                    setattr(module, leaf, tied[1])
+                    continue
+                value = self._read(name, source, tuple(parameter.shape))
                 if isinstance(value, QuantisedWeight):
                     if isinstance(module, nn.Embedding):
                         self._embed(where, module, source, value)
@@ -104,17 +107,24 @@ class QuantisedLoader:
                         value = self._linear.rows(packed, torch.arange(value.shape[0], device=self._device))
                     else:
                         value = value.dequantised()
-                setattr(module, leaf, nn.Parameter(value.to(self._device, parameter.dtype), requires_grad=False))
+                filled = nn.Parameter(value.to(self._device, parameter.dtype), requires_grad=False)
+                setattr(module, leaf, filled)
+                if isinstance(module, nn.Embedding):
+                    self._dense[source] = self._cut(name), filled
             if (experts := self._experts.read(where, module, self._linear)) is not None:
                 self._module.set_submodule(where, experts)
 
-    def _share(self, name: str, value: torch.Tensor | QuantisedWeight) -> torch.Tensor | QuantisedWeight:
-        """The rank's part of a weight."""
-        cut = None if self._plan is None else self._plan.cuts.get(unwrapped(name, self._mixers))
-        if self._plan is None or cut is None:
+    def _read(self, name: str, source: str, shape: tuple[int, ...]) -> torch.Tensor | QuantisedWeight:
+        """A weight, or the rank's part of it."""
+        cut = self._cut(name)
+        share = Share(shape, cut.dim, cut.spans) if isinstance(cut, WeightShard) else None
+        value = self._checkpoint.read(source, share)
+        if share is not None and tuple(value.shape) == share.shape:
             return value
-        if not isinstance(value, QuantisedWeight):
-            return cut.of(value)
+        if tuple(value.shape) != shape:
+            raise ModelError(f"the weight {name} is {list(value.shape)}, not {list(shape)}")
+        if cut is None or not isinstance(value, QuantisedWeight):
+            return value if cut is None else cut.of(value)
         assert isinstance(cut, WeightShard)  # others are of biases
         if cut.dim == 0:
             return value.select(torch.cat([torch.arange(*span) for span in cut.spans]))
@@ -122,9 +132,13 @@ class QuantisedLoader:
         try:
             return value.columns(*span)
         except ValueError as error:
+            size = self._plan.size if self._plan is not None else 1
             raise ModelError(
-                f"{self._plan.size} ranks cannot share {name}: {error}; choose another tensor_parallel_size"
+                f"{size} ranks cannot share {name}: {error}; choose another tensor_parallel_size"
             ) from None
+
+    def _cut(self, name: str) -> WeightShard | ZeroShard | None:
+        return None if self._plan is None else self._plan.cuts.get(unwrapped(name, self._mixers))
 
     def _embed(self, path: str, module: nn.Embedding, source: str, value: QuantisedWeight) -> None:
         packed = self._linear.pack_quantised(value, module.weight.dtype)

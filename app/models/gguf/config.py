@@ -34,19 +34,22 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     width = settings.integer("embedding_length", least=heads)
     rotary = settings.integer("rope.dimension_count", width // heads, least=1)
     head_dim = settings.integer("attention.key_length", width // heads if name == "phi3" else rotary, least=1)
+    is_mixture = architecture.model_type in _EXPERTS
     config: dict[str, Any] = {
         "architectures": [architecture.module],
         "model_type": architecture.model_type,
         "dtype": _dtype(header),
         "vocab_size": embeddings.shape[0],
         "hidden_size": width,
-        "intermediate_size": settings.integer("feed_forward_length", settings.integer("expert_feed_forward_length", 0)),
+        "intermediate_size": settings.integer(
+            "feed_forward_length", 0 if is_mixture else None, least=0 if is_mixture else 1
+        ),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": settings.integer("attention.head_count_kv", heads, least=1),
         "head_dim": head_dim,
         "max_position_embeddings": settings.integer("context_length", least=1),
-        "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon", most=1.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "rope_parameters": _rope(header, settings, head_dim, rotary),
         **{f"{kind}_token_id": None for kind in ("bos", "eos", "pad")},
@@ -54,7 +57,7 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     config |= _biases(header, name)
     if name in _GEMMA:
         config |= _gemma(settings, name, config)
-    elif architecture.model_type in _EXPERTS:
+    elif is_mixture:
         config |= _experts(settings, architecture.model_type, config)
     elif name == "granite":
         config |= _granite(settings, file)
@@ -62,7 +65,7 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
         window = settings.integer("attention.sliding_window", 0)
         config["sliding_window"] = window or None
         config["original_max_position_embeddings"] = settings.integer(
-            "rope.scaling.original_context_length", config["max_position_embeddings"]
+            "rope.scaling.original_context_length", config["max_position_embeddings"], least=1
         )
         config["rope_parameters"]["partial_rotary_factor"] = rotary / head_dim
     return config
@@ -70,21 +73,18 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
 
 def _experts(settings: Settings, model_type: str, config: dict[str, Any]) -> dict[str, Any]:
     """Experts in every layer: the files do not say otherwise."""
-    count, used, size = (
-        settings.integer("expert_count"),
-        settings.integer("expert_used_count"),
-        "expert_feed_forward_length",
-    )
-    found: dict[str, Any] = {"num_experts_per_tok": used}
+    count, size = settings.integer("expert_count", least=1), "expert_feed_forward_length"
+    found: dict[str, Any] = {"num_experts_per_tok": settings.integer("expert_used_count", least=1, most=count)}
     if model_type in ("mixtral", "gpt_oss"):
-        found |= {"num_local_experts": count, "intermediate_size": settings.integer(size, config["intermediate_size"])}
+        own = settings.integer(size, config["intermediate_size"], least=1)
+        found |= {"num_local_experts": count, "intermediate_size": own}
     else:
-        found |= {"num_experts": count, "moe_intermediate_size": settings.integer(size)}
+        found |= {"num_experts": count, "moe_intermediate_size": settings.integer(size, least=1)}
         found |= {"norm_topk_prob": model_type == "qwen3_moe"}  # as llama.cpp computes it
     if model_type == "qwen2_moe":
-        found["shared_expert_intermediate_size"] = settings.integer("expert_shared_feed_forward_length")
+        found["shared_expert_intermediate_size"] = settings.integer("expert_shared_feed_forward_length", least=1)
     if model_type == "gpt_oss":
-        found["sliding_window"] = settings.integer("attention.sliding_window")
+        found["sliding_window"] = settings.integer("attention.sliding_window", least=1)
         if config["rope_parameters"]["rope_type"] == "yarn":
             found["rope_parameters"] = config["rope_parameters"] | {"truncate": False}
     return found
@@ -132,7 +132,7 @@ def _gemma(settings: Settings, name: str, config: dict[str, Any]) -> dict[str, A
     slides = _sliding_layers(settings, layers, 2 if name == "gemma2" else 6) if window else [False] * layers
     found["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
     if name == "gemma3":
-        theta = settings.number("rope.freq_base_swa", 10000.0)
+        theta = settings.number("rope.freq_base_swa", 10000.0, least=1.0)
         found["rope_parameters"] = {
             "full_attention": config["rope_parameters"],
             "sliding_attention": {"rope_type": "default", "rope_theta": theta},
@@ -154,7 +154,7 @@ def _granite(settings: Settings, file: object) -> dict[str, float]:
     if not settings.flag("rope.scaling.finetuned", True):
         raise ValueError(f"{file} is a Granite model without rope; Folio reads those with rope only")
     return {
-        "logits_scaling": settings.number("logit_scale"),
+        "logits_scaling": settings.number("logit_scale", least=1e-6),
         "residual_multiplier": settings.number("residual_scale", 1.0),
         "embedding_multiplier": settings.number("embedding_scale", 1.0),
         "attention_multiplier": settings.number("attention.scale", 1.0),
@@ -163,30 +163,29 @@ def _granite(settings: Settings, file: object) -> dict[str, float]:
 
 def _rope(header: GgufHeader, settings: Settings, head_dim: int, rotary: int) -> dict[str, Any]:
     """Raises `ValueError` for scaling that is not known."""
-    file, theta = header.files[0], settings.number("rope.freq_base", 10000.0)
-    if theta <= 0:
-        raise ValueError(f"{file} has rope.freq_base {theta}; it must be more than 0")
+    file, theta = header.files[0], settings.number("rope.freq_base", 10000.0, least=1.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     factors = _rope_factors(header, head_dim, rotary)
     if "factors_long" in factors and "factors_short" in factors:
-        original = settings.integer("rope.scaling.original_context_length")
+        original = settings.integer("rope.scaling.original_context_length", least=1)
         longrope = {"long_factor": factors["factors_long"], "short_factor": factors["factors_short"]}
         return rope | {"rope_type": "longrope", "original_max_position_embeddings": original} | longrope
     if "freqs" in factors:
         return rope | _llama3_rope(header, factors["freqs"], theta, head_dim)
     kind = settings.text("rope.scaling.type", "none")
-    factor = settings.number("rope.scaling.factor", 0.0)
-    if kind == "none" or factor in (0.0, 1.0):
+    if kind == "none" or settings.number("rope.scaling.factor", 0.0) == 0:
+        return rope
+    if (factor := settings.number("rope.scaling.factor", least=1.0)) == 1:
         return rope
     if kind == "linear":
         return rope | {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise ValueError(f"{file} has rope.scaling.type {shown(kind)}; Folio reads none, linear, yarn and longrope")
     rope |= {"rope_type": "yarn", "factor": factor}
-    rope["original_max_position_embeddings"] = settings.integer("rope.scaling.original_context_length")
+    rope["original_max_position_embeddings"] = settings.integer("rope.scaling.original_context_length", least=1)
     for name, key in (("beta_fast", "beta_fast"), ("beta_slow", "beta_slow"), ("attn_factor", "attention_factor")):
         if settings.has(f"rope.scaling.yarn_{name}"):
-            rope[key] = settings.number(f"rope.scaling.yarn_{name}")
+            rope[key] = settings.number(f"rope.scaling.yarn_{name}", least=1e-6)
     return rope
 
 

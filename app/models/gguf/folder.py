@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from folio.app import VERSION
+from folio.app.config.checkpoint_sizes import size_faults
 from folio.app.models.gguf.architectures import parameters
 from folio.app.models.gguf.config import model_config
 from folio.app.models.gguf.header import GgufHeader
@@ -32,6 +34,7 @@ FILES = "gguf.json"
 # Changes with the contents of the folders.
 _FORM = 2
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_LAYER = re.compile(r"model\.layers\.\d+\.")
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
@@ -129,12 +132,37 @@ def _documents(header: GgufHeader, files: list[str]) -> dict[str, dict[str, Any]
 
 
 def _check_parameters(header: GgufHeader, config: dict[str, Any]) -> None:
-    found = {".".join(name.split(".", 3)[:3]) for name, _, _ in parameters(header)}
+    for fault in size_faults(config, header.files[0]):
+        raise ValueError(fault)
+    found, shapes = set[str](), _shapes(config)
+    for name, tensor, _ in parameters(header):
+        found.add(".".join(name.split(".", 3)[:3]))
+        expected = shapes.get(_LAYER.sub("", name), tensor.shape)
+        if tensor.shape != expected:
+            raise ValueError(
+                f"{tensor.file} has the tensor {tensor.name!r} of the shape {list(tensor.shape)}, and by its settings "
+                f"it must be {list(expected)}"
+            )
     for layer in range(config["num_hidden_layers"]):
         if f"model.layers.{layer}" not in found:
             raise ValueError(
                 f"{header.files[0]} has {config['num_hidden_layers']} layers, and no tensors of blk.{layer}"
             )
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Shapes of matrices by their names, those of layers without the layer."""
+    width, inner, head_dim = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
+    query, shared = (config[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
+    outputs = {"q_proj": query, "k_proj": shared, "v_proj": shared, "qkv_proj": query + 2 * shared}
+    return {
+        "model.embed_tokens.weight": (config["vocab_size"], width),
+        "self_attn.o_proj.weight": (width, query),
+        "mlp.down_proj.weight": (width, inner),
+        **{f"self_attn.{name}.weight": (size, width) for name, size in outputs.items()},
+        **{f"mlp.{name}.weight": (inner, width) for name in ("gate_proj", "up_proj")},
+        "mlp.gate_up_proj.weight": (2 * inner, width),
+    }
 
 
 def _templates(settings: Settings, tokenizer: GgufTokenizer) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, TypeVar
 
 from folio.app.models.gguf.header import GgufHeader, shown
 
 _T = TypeVar("_T")
+# Above the bases of all rotary embeddings, of which 1e11 is the largest known one.
+_MOST_NUMBER = 1e15
 
 
 class Settings:
@@ -20,17 +21,21 @@ class Settings:
     def __init__(self, header: GgufHeader, architecture: str) -> None:
         self._header, self._architecture = header, architecture
 
-    def integer(self, name: str, default: int | None = None, *, least: int = 0) -> int:
+    def integer(self, name: str, default: int | None = None, *, least: int = 0, most: int | None = None) -> int:
         """Of a list for all layers, their common value."""
         value = self._get(name, int, default)
         if value < least:
             raise self._fault(name, value, f"at least {least}")
+        if most is not None and value > most:
+            raise self._fault(name, value, f"at most {most}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(
+        self, name: str, default: float | None = None, *, least: float = 0.0, most: float = _MOST_NUMBER
+    ) -> float:
         value = self._get(name, float, default)
-        if not math.isfinite(value):
-            raise self._fault(name, value, "a finite number")
+        if not least <= value <= most:  # or no number
+            raise self._fault(name, value, f"a number from {least:g} to {most:g}")
         return float(f"{value:.7g}")  # most are float32, and were decimals
 
     def text(self, name: str, default: str | None = None) -> str:

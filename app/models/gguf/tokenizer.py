@@ -117,7 +117,7 @@ class GgufTokenizer:
         for merge in self._merges:
             space = merge.find(" ", 1)
             left, right = merge[:space], merge[space + 1 :]
-            if space < 0 or not {left, right, left + right} <= vocabulary:
+            if space < 0 or not (left in vocabulary and right in vocabulary and left + right in vocabulary):
                 raise self._fault(f"tokenizer.ggml.merges has {shown(merge)}, of something that is no token")
             yield left, right
 

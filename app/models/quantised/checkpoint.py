@@ -18,6 +18,7 @@ from folio.app.models.quantised.files import TensorFiles
 from folio.app.models.quantised.gguf import GgufCheckpoint
 from folio.app.models.quantised.mxfp4 import Mxfp4Folder
 from folio.app.models.quantised.packed import PackedFolder
+from folio.app.models.quantised.share import Share
 from folio.kernels import QuantisedWeight
 
 _LAYOUTS = {
@@ -35,8 +36,12 @@ class QuantisedCheckpoint(Protocol):
     def names(self) -> frozenset[str]:
         """Names of all parameters that the checkpoint has."""
 
-    def read(self, name: str) -> torch.Tensor | QuantisedWeight:
-        """A weight, on the CPU: what is quantised has two dimensions. Raises `ModelError` if it is damaged."""
+    def read(self, name: str, share: Share | None = None) -> torch.Tensor | QuantisedWeight:
+        """A weight, on the CPU: what is quantised has two dimensions. Raises `ModelError` if it is damaged.
+
+        Args:
+            share: what the caller needs of it. Readers that can, read and return this alone.
+        """
 
 
 def open_checkpoint(folder: Path, *, floats: bool = True) -> QuantisedCheckpoint | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from safetensors import SafetensorError, safe_open
 
 from folio.app.config.checkpoint_sizes import Header, read_header
 from folio.app.errors import ModelError
+from folio.app.models.quantised.share import Share
 
+# Of tensors of which rows are read.
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -36,20 +39,34 @@ class TensorFiles:
         tensor: torch.Tensor = self._get(name, lambda file: file.get_tensor(name))
         return tensor
 
+    def share(self, name: str, share: Share | None) -> torch.Tensor:
+        """A rank's rows of a tensor; all of it if the share is of columns, or of another shape."""
+        if share is None or share.dim or tuple(self.shape(name)) != share.whole or self._dtype(name) not in _DTYPES:
+            return self.read(name)
+        return self._rows(name, share.spans)
+
     def bytes_of(self, name: str, index: int) -> torch.Tensor:
-        """The entry `index` of the outermost dimension of a tensor of bytes. It is read alone: a slice of safetensors
-        reads the whole tensor of a file that is not mapped."""
-        dtype, path = self._get(name, lambda file: file.get_slice(name).get_dtype()), self._path_of[name]
+        """The entry `index` of the outermost dimension of a tensor of bytes."""
+        dtype, shape = self._dtype(name), self.shape(name)
+        if dtype != "U8" or not 0 <= index < (*shape, 0)[0]:
+            raise ModelError(f"{self._path_of[name]}: {name} has the dtype {dtype} and the shape {shape}")
+        return self._rows(name, ((index, index + 1),))[0]
+
+    def _rows(self, name: str, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """They are read alone: a slice of safetensors reads the whole tensor of a file that is not mapped."""
+        dtype, path = _DTYPES[self._dtype(name)], self._path_of[name]
         try:
             if path not in self._headers:
                 self._headers[path] = read_header(path)
             shape, end = self._headers[path][name]
         except (ValueError, KeyError, OSError) as error:
             raise ModelError(f"{path}: {name} cannot be read: {error}") from None
-        if dtype != "U8" or not 0 <= index < (*shape, 0)[0]:
-            raise ModelError(f"{path}: {name} has the dtype {dtype} and the shape {list(shape)}")
-        size = math.prod(shape[1:])
-        return read_bytes(path, end - (shape[0] - index) * size, size, name).view(shape[1:])
+        size = math.prod(shape[1:]) * dtype.itemsize
+        return read_spans(path, end - shape[0] * size, size, spans, name).view(dtype).view(-1, *shape[1:])
+
+    def _dtype(self, name: str) -> str:
+        dtype: str = self._get(name, lambda file: file.get_slice(name).get_dtype())
+        return dtype
 
     def shape(self, name: str) -> list[int]:
         shape: list[int] = self._get(name, lambda file: file.get_slice(name).get_shape())
@@ -63,6 +80,12 @@ class TensorFiles:
             return get(self._files[path])
         except (SafetensorError, OSError, IndexError) as error:
             raise ModelError(f"{path}: {name} cannot be read: {error}") from None
+
+
+def read_spans(path: Path, offset: int, size: int, spans: Sequence[tuple[int, int]], name: str) -> torch.Tensor:
+    """Bytes of spans of rows, see `read_bytes`. Args: `size`: bytes of a row."""
+    parts = [read_bytes(path, offset + start * size, (end - start) * size, name) for start, end in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def read_bytes(path: Path, offset: int, num_bytes: int, name: str) -> torch.Tensor:

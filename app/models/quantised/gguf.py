@@ -10,8 +10,9 @@ import torch
 from folio.app.errors import ModelError
 from folio.app.models.gguf.architectures import Undo, parameters
 from folio.app.models.gguf.header import GgufHeader, GgufTensor
-from folio.app.models.quantised.files import read_bytes
+from folio.app.models.quantised.files import read_spans
 from folio.app.models.quantised.gguf_blocks import decode
+from folio.app.models.quantised.share import Share
 from folio.kernels import QuantisedWeight
 
 _GATE_BIAS, _UP_BIAS = ".experts.gate_up_proj_bias", ".experts.up_proj_bias"
@@ -39,10 +40,17 @@ class GgufCheckpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._parameters)
 
-    def read(self, name: str) -> torch.Tensor | QuantisedWeight:
+    def read(self, name: str, share: Share | None = None) -> torch.Tensor | QuantisedWeight:
         tensor, undo = self._parameters[name]
-        data = read_bytes(tensor.file, tensor.offset, tensor.num_bytes, tensor.name)
-        weight = decode(tensor.kind, data.numpy(), tensor.shape)
+        rows, columns = ((0, tensor.shape[0]),), None
+        if share is not None and share.whole == tensor.shape and not name.endswith(_GATE_BIAS):
+            rows, columns = (share.spans, None) if share.dim == 0 else (rows, share.spans[0])
+        data = read_spans(tensor.file, tensor.offset, tensor.num_bytes // tensor.shape[0], rows, tensor.name)
+        shape = (sum(end - start for start, end in rows), *tensor.shape[1:])
+        try:
+            weight = decode(tensor.kind, data.numpy(), shape, columns)
+        except ValueError as error:
+            raise ModelError(f"{tensor.file}: {tensor.name!r} has {error}") from None
         if name.endswith(_GATE_BIAS):  # gpt-oss, whose gates and ups alternate in transformers
             up = self.read(name.replace(_GATE_BIAS, _UP_BIAS))
             if not (isinstance(weight, torch.Tensor) and isinstance(up, torch.Tensor) and up.shape == weight.shape):
@@ -58,6 +66,8 @@ class GgufCheckpoint:
                 raise ModelError(f"{tensor.file} has the norm {tensor.name!r} in {tensor.kind}, and must have it dense")
             return weight.float() - 1
         heads, outputs = self._num_heads[undo], weight.shape[0]
+        if isinstance(heads, int):
+            heads = heads * outputs // tensor.shape[0]  # a share has whole ones
         if not isinstance(heads, int) or not heads or outputs % (2 * heads):
             raise ModelError(f"{tensor.file} has {outputs} rows in {tensor.name!r} for {heads} heads")
         rows = torch.arange(outputs).view(heads, -1, 2).transpose(1, 2).reshape(-1)

@@ -24,20 +24,31 @@ _MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Exponents of the powers of 2 that float16 holds.
 _LEAST_EXPONENT, _MOST_EXPONENT = -24, 15
+_NO_E8M0 = 255
+_NO_NUMBERS = "scales that are infinite or no numbers"
 
 
-def decode(kind: str, data: Bytes, shape: tuple[int, ...]) -> torch.Tensor | QuantisedWeight:
+def decode(
+    kind: str, data: Bytes, shape: tuple[int, ...], columns: tuple[int, int] | None = None
+) -> torch.Tensor | QuantisedWeight:
     """A tensor of one of `header.READ_KINDS`.
 
     Args:
         data: `[bytes]`.
         shape: the innermost size last; of quantised kinds two sizes.
+        columns: the first and the end of those that are decoded, unless blocks would be cut; `None`: all.
+
+    Raises:
+        ValueError: what is wrong with it, after "has".
     """
     if kind in _DENSE:
         return torch.from_numpy(data).view(_DENSE[kind]).view(shape)
     values, num_bytes, read = _BLOCKS[kind]
     outputs, inputs = shape
-    return read(data.reshape(outputs, inputs // values, num_bytes))
+    blocks = data.reshape(outputs, inputs // values, num_bytes)
+    if columns is not None and not any(column % values for column in columns):
+        blocks = blocks[:, columns[0] // values : columns[1] // values]
+    return read(blocks)
 
 
 def _weight(codes: Bytes, bits: Bits, group: int, *parts: npt.NDArray[Any], **settings: Any) -> QuantisedWeight:
@@ -49,7 +60,10 @@ def _weight(codes: Bytes, bits: Bits, group: int, *parts: npt.NDArray[Any], **se
 
 def _half(blocks: Bytes, start: int) -> npt.NDArray[np.float16]:
     """A float16 of each block."""
-    return np.ascontiguousarray(blocks[..., start : start + 2]).view("<f2")
+    halves = np.ascontiguousarray(blocks[..., start : start + 2]).view("<f2")
+    if not np.isfinite(halves).all():
+        raise ValueError(_NO_NUMBERS)
+    return halves
 
 
 def _fields(data: Bytes, bits: int, width: int) -> Bytes:
@@ -165,7 +179,12 @@ def mxfp4(codes: Bytes, scales: Bytes) -> QuantisedWeight:
     Args:
         codes: `[outputs, blocks, 32]`.
         scales: `[outputs, blocks]`.
+
+    Raises:
+        ValueError: as of `decode`.
     """
+    if scales.max(initial=0) == _NO_E8M0:
+        raise ValueError(_NO_NUMBERS)
     exponents = scales.astype(np.int32) - 128
     highest = exponents.max(-1)
     lacks = (exponents < _LEAST_EXPONENT).any(-1) | (highest > _MOST_EXPONENT)

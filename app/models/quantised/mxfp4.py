@@ -14,6 +14,7 @@ from folio.app.errors import ModelError
 from folio.app.models.quantised.files import TensorFiles
 from folio.app.models.quantised.gguf_blocks import mxfp4
 from folio.app.models.quantised.packed import unpacked
+from folio.app.models.quantised.share import Share
 from folio.kernels import QuantisedWeight
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -36,9 +37,9 @@ class Mxfp4Folder:
     def names(self) -> frozenset[str]:
         return self._names
 
-    def read(self, name: str) -> torch.Tensor | QuantisedWeight:
+    def read(self, name: str, share: Share | None = None) -> torch.Tensor | QuantisedWeight:
         if not (found := _EXPERT.fullmatch(name)):
-            return self._files.read(name)
+            return self._files.share(name, share)
         stem, expert = f"{found[1]}.{found[3]}", int(found[2])
         blocks, scales = (self._files.bytes_of(stem + ending, expert) for ending in (_BLOCKS, _SCALES))
         for ending, part, rank in ((_BLOCKS, blocks, 3), (_SCALES, scales, 2)):
@@ -47,4 +48,7 @@ class Mxfp4Folder:
         if blocks.shape[2] != 16:
             raise ModelError(f"{self._files.folder}: {stem}{_BLOCKS} has blocks of {blocks.shape[2]} bytes, not of 16")
         codes = unpacked(blocks.view(torch.int32).flatten(1), 4)
-        return mxfp4(codes.view(*blocks.shape[:2], 32).numpy(), scales.numpy())
+        try:
+            return mxfp4(codes.view(*blocks.shape[:2], 32).numpy(), scales.numpy())
+        except ValueError as error:
+            raise ModelError(f"{self._files.folder}: {stem}{_SCALES} has {error}") from None

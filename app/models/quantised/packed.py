@@ -11,6 +11,7 @@ import torch
 from folio.app.config.quantised import LEAST_GROUP, Scheme
 from folio.app.errors import ModelError
 from folio.app.models.quantised.files import TensorFiles
+from folio.app.models.quantised.share import Share
 from folio.kernels import QuantisedWeight, rounded_scales
 
 _WEIGHT = ".weight"
@@ -88,9 +89,9 @@ class PackedFolder:
     def names(self) -> frozenset[str]:
         return frozenset(self._plain.keys() | self._parts.keys())
 
-    def read(self, name: str) -> torch.Tensor | QuantisedWeight:
+    def read(self, name: str, share: Share | None = None) -> torch.Tensor | QuantisedWeight:
         if (parts := self._parts.get(name)) is None:
-            tensor = self._files.read(self._plain.get(name, name))
+            tensor = self._files.share(self._plain.get(name, name), share)
             if name.endswith(_WEIGHT) and tensor.element_size() == 1:
                 raise ModelError(f"{self._files.folder}: {name} has the dtype {_name(tensor)}, and lacks its scales")
             return tensor

@@ -22,6 +22,7 @@ from folio.app.engine.model import stored_module
 from folio.app.engine.model.loader import load_model
 from folio.app.engine.model.quantised_experts import ExpertReader
 from folio.app.errors import ModelError
+from folio.app.models.quantised.share import Share
 from folio.app.models.weights.store import WeightStore
 from folio.kernels import CpuLinear, QuantisedWeight, quantise
 from tests.app.engine.model.quantised_checkpoints import KINDS, ROUNDED, load, logits_of
@@ -139,7 +140,7 @@ class Weights(dict[str, torch.Tensor | QuantisedWeight]):
     def names(self) -> frozenset[str]:
         return frozenset(self)
 
-    def read(self, name: str) -> torch.Tensor | QuantisedWeight:
+    def read(self, name: str, share: Share | None = None) -> torch.Tensor | QuantisedWeight:
         return self[name]
 
 

@@ -267,7 +267,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a text": ({"llama.block_count": "2"}, "has llama.block_count '2'; it must be of the type int"),
     "negative": ({"llama.embedding_length": -64}, "it must be of the type int, at least 0"),
     "layers that differ": ({"llama.attention.head_count_kv": [2, 1]}, "it must be the same for all layers"),
-    "a number": ({"llama.rope.freq_base": math.inf}, "it must be a finite number"),
+    "a number": ({"llama.rope.freq_base": math.inf}, "it must be a number from 1 to 1e+15"),
     "rope": ({"llama.rope.scaling.type": "x", "llama.rope.scaling.factor": 2.0}, "Folio reads none, linear, yarn and"),
 }
 

@@ -13,12 +13,17 @@ gguf: Any = pytest.importorskip("gguf")
 OUTPUTS, BLOCKS = 6, 4
 
 
+def halves_of(kind: str) -> tuple[int, ...]:
+    """Where a block's scales in float16 are."""
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}
+    halves |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+    return halves.get(kind, (0,))
+
+
 def blocks_of(kind: str, seed: int) -> np.ndarray:
     """Random bytes, with scales that are finite."""
     raw = np.random.default_rng(seed).integers(0, 256, (OUTPUTS, BLOCKS, _BLOCKS[kind][1]), dtype=np.uint8)
-    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}
-    halves |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
-    for start in halves.get(kind, (0,)):
+    for start in halves_of(kind):
         raw[..., start + 1] &= 0xBF  # a smaller exponent
     if kind == "MXFP4":
         raw[..., 0] = 118 + raw[..., 0] % 20
@@ -56,6 +61,17 @@ def test_scales_of_mxfp4_beyond_float16() -> None:
     lost = found != wanted
     assert set(zip(*np.nonzero(lost), strict=True)) <= {(3, column) for column in range(64, 96)}
     assert (found[lost] == 0).all()
+
+
+@pytest.mark.parametrize("kind", _BLOCKS)
+def test_scales_that_are_no_numbers(kind: str) -> None:
+    """Regression: they were packed, and the model's answers were noise or an error of the self-test."""
+    places = halves_of(kind)
+    for start in places or (0,):
+        raw = blocks_of(kind, seed=2)
+        raw[-1, 1, start : start + 2] = (0, 0x7C) if places else (255, 0)
+        with pytest.raises(ValueError, match="scales that are infinite or no numbers"):
+            decoded(kind, raw)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -48,7 +48,7 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": settings.integer("attention.head_count_kv", heads, least=1),
         "head_dim": head_dim,
-        "max_position_embeddings": settings.integer("context_length", least=1),
+        "max_position_embeddings": settings.integer("context_length", least=1, most=1 << 31),
         "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon", most=1.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "rope_parameters": _rope(header, settings, head_dim, rotary),

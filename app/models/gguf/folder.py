@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from folio.app import VERSION
-from folio.app.config.checkpoint_sizes import size_faults
 from folio.app.models.gguf.architectures import parameters
 from folio.app.models.gguf.config import model_config
 from folio.app.models.gguf.header import GgufHeader
@@ -132,8 +131,6 @@ def _documents(header: GgufHeader, files: list[str]) -> dict[str, dict[str, Any]
 
 
 def _check_parameters(header: GgufHeader, config: dict[str, Any]) -> None:
-    for fault in size_faults(config, header.files[0]):
-        raise ValueError(fault)
     found, shapes = set[str](), _shapes(config)
     for name, tensor, _ in parameters(header):
         found.add(".".join(name.split(".", 3)[:3]))

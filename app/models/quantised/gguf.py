@@ -42,7 +42,8 @@ class GgufCheckpoint:
 
     def read(self, name: str, share: Share | None = None) -> torch.Tensor | QuantisedWeight:
         tensor, undo = self._parameters[name]
-        rows, columns = ((0, tensor.shape[0]),), None
+        rows: tuple[tuple[int, int], ...] = ((0, tensor.shape[0]),)
+        columns: tuple[int, int] | None = None
         if share is not None and share.whole == tensor.shape and not name.endswith(_GATE_BIAS):
             rows, columns = (share.spans, None) if share.dim == 0 else (rows, share.spans[0])
         data = read_spans(tensor.file, tensor.offset, tensor.num_bytes // tensor.shape[0], rows, tensor.name)

@@ -71,7 +71,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "other KV heads": ({"llama.attention.head_count_kv": 1}, "it must be [16, 64]"),
     "heads that cannot share": (
         {"llama.attention.head_count_kv": 3},
-        "it must be a multiple of num_key_value_heads, 3",
+        "it must be [48, 64]",
     ),
     "a negative factor": (YARN | {"llama.rope.scaling.factor": -1.0}, "factor -1.0; it must be a number from 0"),
     "a factor below 1": (YARN | {"llama.rope.scaling.factor": 0.5}, "factor 0.5; it must be a number from 1"),

@@ -149,10 +149,7 @@ def find_quantised(config: ResolvedConfig, hf_config: PreTrainedConfig) -> Quant
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
     experts = has_experts(hf_config.get_text_config().to_dict())
-    if config.device == "cpu":
-        floats = config.dtype != "float16" and not (experts and config.tensor_parallel_size > 1)
-    else:
-        floats = config.dtype != "float32" and not experts
+    floats = config.dtype != "float16" if config.device == "cpu" else config.dtype != "float32" and not experts
     return open_checkpoint(folder, floats=floats and config.quantization == "none")
 
 
@@ -225,12 +222,10 @@ def _quantise(module: Any, config: ResolvedConfig, record: FusionRecord) -> None
         packed_by(rounding_product(linear, bits)),
     )
     num_experts = 0
-    if device.type == "cpu" and config.tensor_parallel_size == 1:
+    if device.type == "cpu":
         num_experts = quantise_experts(module, bits)
     elif any(experts_of(module)):
-        logger.warning(
-            "the experts of %r keep their dtype: they are quantised on CPUs with one rank only", config.model
-        )
+        logger.warning("the experts of %r keep their dtype: they are quantised on CPUs only", config.model)
     num_few = 0 if few is None else use_few_row_products(module, few)
     logger.info(
         "fused %d modules, %d with products of few rows; linear layers, and experts of %d modules, in %d bits",

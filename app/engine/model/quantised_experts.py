@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from folio.app.engine.layers.experts import PROJECTIONS, PackedExperts, experts_of, projections_of
+from folio.app.engine.layers.sharding import ShardPlan, WeightShard
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
 from folio.kernels import CpuLinear, QuantisedWeight
@@ -23,10 +24,10 @@ _BY_OUTPUT = ("codes", "scales", "offsets", "super_scales", "super_offsets", "fa
 
 class ExpertReader:
     """Reads the projections of experts, which a checkpoint has apart: `PATH.EXPERT.gate_proj.weight`, or
-    `PATH.EXPERT.gate_up_proj.weight` in the order of the module's own rows."""
+    `PATH.EXPERT.gate_up_proj.weight` in the order of the module's own rows. Args: `plan`: of a rank's share."""
 
-    def __init__(self, model: nn.Module, checkpoint: QuantisedCheckpoint) -> None:
-        self._checkpoint, known = checkpoint, checkpoint.names()
+    def __init__(self, model: nn.Module, checkpoint: QuantisedCheckpoint, plan: ShardPlan | None = None) -> None:
+        self._checkpoint, self._plan, known = checkpoint, plan, checkpoint.names()
         self._modules: dict[str, Any] = dict(experts_of(model))
         self.found = {
             f"{path}.{name}": parts
@@ -46,8 +47,6 @@ class ExpertReader:
         for name, weight in dense.items():
             old = getattr(module, name)
             weight = weight.transpose(1, 2).contiguous() if module.is_transposed else weight
-            if weight.shape != old.shape:
-                raise ModelError(f"the weight {path}.{name} is {list(weight.shape)}, not {list(old.shape)}")
             setattr(module, name, nn.Parameter(weight.to(old.dtype), requires_grad=False))
         if len(dense) == len(weights):
             return None
@@ -86,7 +85,7 @@ class ExpertReader:
                 raise ModelError(f"{path}.{name} has experts that are quantised in different ways") from None
 
     def _expert(self, path: str, name: str, expert: int) -> list[QuantisedWeight] | torch.Tensor:
-        """The weight of one expert, if it is quantised in its parts."""
+        """The weight of one expert, or a rank's share of it, if it is quantised in its parts."""
         module, parts = self._modules[path], self.found[f"{path}.{name}"]
         shape = list(getattr(module, name).shape[1:])
         outputs, inputs = reversed(shape) if module.is_transposed else shape
@@ -97,6 +96,10 @@ class ExpertReader:
                 raise ModelError(f"the weight {one} is {list(value.shape)}, not {[outputs // len(parts), inputs]}")
         if len(parts) > 1 and not getattr(module, "is_concatenated", True):
             values = [_alternating(f"{path}.{expert}", values)]
+        if self._plan is not None and isinstance(cut := self._plan.cuts.get(f"{path}.{name}"), WeightShard):
+            rows = outputs // len(values)
+            cuts = [cut.of_one(module.is_transposed, i * rows, rows) for i in range(len(values))]
+            values = [self._plan.part_of(names[0], *pair) for pair in zip(values, cuts, strict=True)]
         dense = [value for value in values if isinstance(value, torch.Tensor)]
         if len(dense) == len(values):
             return torch.cat(dense)

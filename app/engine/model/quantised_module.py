@@ -16,7 +16,7 @@ from folio.app.engine.layers.experts import ExpertProduct, experts_as
 from folio.app.engine.layers.fusion_record import FusionRecord
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear, pack_linears
 from folio.app.engine.layers.recurrent import PackedMixer, unwrapped
-from folio.app.engine.layers.sharding import ShardPlan, WeightShard
+from folio.app.engine.layers.sharding import ShardPlan
 from folio.app.engine.model.quantised_experts import ExpertReader
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
@@ -62,14 +62,12 @@ class QuantisedLoader:
             names.setdefault(id(parameter), []).append(name)
         known = checkpoint.names()
         self._mixers = [path for path, part in module.named_modules() if isinstance(part, PackedMixer)]
-        self._experts = ExpertReader(module, checkpoint)
+        self._experts = ExpertReader(module, checkpoint, plan)
         found = {
             name: next((first for n in same if (first := unwrapped(n, self._mixers)) in known), None)
             for same in names.values()
             for name in same
         }
-        if plan is not None and self._experts.found:
-            raise ModelError("its experts are quantised, which one rank computes so far; use tensor_parallel_size 1")
         missing = sorted(name for name, source in found.items() if source is None and name not in self._experts.found)
         if missing:
             raise ModelError(f"the checkpoint lacks {len(missing)} weights, {missing[0]} among them")
@@ -93,7 +91,8 @@ class QuantisedLoader:
                 value = self._checkpoint.read(source)
                 if tuple(value.shape) != tuple(parameter.shape):
                     raise ModelError(f"the weight {name} is {list(value.shape)}, not {list(parameter.shape)}")
-                value = self._share(name, value)
+                if self._plan is not None:
+                    value = self._plan.part_of(name, value, self._plan.cuts.get(unwrapped(name, self._mixers)))
                 if isinstance(value, QuantisedWeight):
                     if isinstance(module, nn.Embedding):
                         self._embed(where, module, source, value)
@@ -107,24 +106,6 @@ class QuantisedLoader:
                 setattr(module, leaf, nn.Parameter(value.to(self._device, parameter.dtype), requires_grad=False))
             if (experts := self._experts.read(where, module, self._linear)) is not None:
                 self._module.set_submodule(where, experts)
-
-    def _share(self, name: str, value: torch.Tensor | QuantisedWeight) -> torch.Tensor | QuantisedWeight:
-        """The rank's part of a weight."""
-        cut = None if self._plan is None else self._plan.cuts.get(unwrapped(name, self._mixers))
-        if self._plan is None or cut is None:
-            return value
-        if not isinstance(value, QuantisedWeight):
-            return cut.of(value)
-        assert isinstance(cut, WeightShard)  # others are of biases
-        if cut.dim == 0:
-            return value.select(torch.cat([torch.arange(*span) for span in cut.spans]))
-        [span] = cut.spans
-        try:
-            return value.columns(*span)
-        except ValueError as error:
-            raise ModelError(
-                f"{self._plan.size} ranks cannot share {name}: {error}; choose another tensor_parallel_size"
-            ) from None
 
     def _embed(self, path: str, module: nn.Embedding, source: str, value: QuantisedWeight) -> None:
         packed = self._linear.pack_quantised(value, module.weight.dtype)

@@ -167,7 +167,7 @@ def test_codes_of_8_bits_on_cuda(
         ({"quantization": "int4"}, False),
         ({"experts": 4}, False),
         ({"experts": 4, "device": "cpu"}, True),
-        ({"experts": 4, "device": "cpu", "tensor_parallel_size": 2}, False),
+        ({"experts": 4, "device": "cpu", "tensor_parallel_size": 2}, True),
         ({"dtype": "float16", "device": "cpu"}, False),
     ],
     ids=str,

@@ -47,11 +47,6 @@ def share_faults(folder: Path, config: Mapping[str, Any], size: int) -> Iterator
         )
 
 
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether the model is a mixture of experts. Args: `config`: of the text model."""
-    return any(_integer(config, name) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
 def _can_share(layer: tuple[str, int, int], size: int) -> bool:
     _, inputs, group = layer
     return size == 1 or inputs % (size * group) == 0

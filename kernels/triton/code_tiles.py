@@ -42,6 +42,7 @@ EIGHT_BIT_TILES: Tiles = {
     128: (CodeTile(128, 128, 1, 8, 3), CodeTile(64, 128, 1, 4, 4), CodeTile(64, 64, 1, 4, 5)),
 }
 _FULL_WAVE = 0.9  # of the processors
+_LONE_ROWS = 0.25  # for each expert, at most
 
 
 def tiles_of(num_rows: int, tiles: Tiles = TILES) -> Sequence[CodeTile]:
@@ -49,8 +50,15 @@ def tiles_of(num_rows: int, tiles: Tiles = TILES) -> Sequence[CodeTile]:
     return tiles[next((rows for rows in tiles if rows >= num_rows), max(tiles))]
 
 
-def choose_tile(num_rows: int, num_outputs: int, num_processors: int, tiles: Tiles = TILES) -> CodeTile:
+def choose_tile(num_rows: int, num_outputs: int, num_processors: float, tiles: Tiles = TILES) -> CodeTile:
     """The first tile for so many rows of which one wave fills the processors."""
     found, wanted = tiles_of(num_rows, tiles), _FULL_WAVE * num_processors
     filling = (t for t in found if triton.cdiv(num_outputs, t.outputs) * triton.cdiv(num_rows, t.rows) >= wanted)
     return next(filling, found[-1])
+
+
+def choose_expert_tile(num_rows: int, num_experts: int, num_outputs: int, num_processors: int) -> CodeTile:
+    """The tile for rows of experts: of one row while few are likely to have the same expert, else for the mean of an
+    expert's rows."""
+    mean = 1 if num_rows <= _LONE_ROWS * num_experts else max(2, num_rows // num_experts)
+    return choose_tile(mean, num_outputs, num_processors / min(num_rows, num_experts))

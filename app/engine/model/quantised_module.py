@@ -62,7 +62,7 @@ class QuantisedLoader:
             names.setdefault(id(parameter), []).append(name)
         known = checkpoint.names()
         self._mixers = [path for path, part in module.named_modules() if isinstance(part, PackedMixer)]
-        self._experts = ExpertReader(module, checkpoint, plan)
+        self._experts = ExpertReader(module, checkpoint, linear, device, plan)
         found = {
             name: next((first for n in same if (first := unwrapped(n, self._mixers)) in known), None)
             for same in names.values()
@@ -91,8 +91,7 @@ class QuantisedLoader:
                 value = self._checkpoint.read(source)
                 if tuple(value.shape) != tuple(parameter.shape):
                     raise ModelError(f"the weight {name} is {list(value.shape)}, not {list(parameter.shape)}")
-                if self._plan is not None:
-                    value = self._plan.part_of(name, value, self._plan.cuts.get(unwrapped(name, self._mixers)))
+                value = self._share(name, value)
                 if isinstance(value, QuantisedWeight):
                     if isinstance(module, nn.Embedding):
                         self._embed(where, module, source, value)
@@ -104,8 +103,13 @@ class QuantisedLoader:
                     else:
                         value = value.dequantised()
                 setattr(module, leaf, nn.Parameter(value.to(self._device, parameter.dtype), requires_grad=False))
-            if (experts := self._experts.read(where, module, self._linear)) is not None:
+            if (experts := self._experts.read(where, module)) is not None:
                 self._module.set_submodule(where, experts)
+
+    def _share(self, name: str, value: torch.Tensor | QuantisedWeight) -> torch.Tensor | QuantisedWeight:
+        """The rank's part of a weight."""
+        plan = self._plan
+        return value if plan is None else plan.part_of(name, value, plan.cuts.get(unwrapped(name, self._mixers)))
 
     def _embed(self, path: str, module: nn.Embedding, source: str, value: QuantisedWeight) -> None:
         packed = self._linear.pack_quantised(value, module.weight.dtype)
@@ -211,7 +215,7 @@ def packed_as(weights: Blanks, linear: PackedProduct) -> Pack:
 
 def embed_as(model: nn.Module, weights: Blanks, linear: PackedProduct) -> None:
     """Replace the embeddings and experts of a module on torch's meta device that have `weights`."""
-    experts_as(model, weights.get)
+    experts_as(model, weights.get, linear)
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding) and path in weights:
             model.set_submodule(path, PackedEmbedding(module, weights[path], linear))

@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | {"head_dim": 32, "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "mlp_only_layers": [], "layer_types": ["full_attention"]}
 # Of an expert: two ranks have whole groups of them.
 WIDE = {"moe_intermediate_size": 64, "intermediate_size": 64}
 
@@ -94,6 +95,46 @@ def test_experts_are_quantised_at_load(model: str, bits: Literal[4, 8], checkpoi
         torch.testing.assert_close(packed(x, chosen, weights), experts(x, chosen, weights), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("model", "kind"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "gptq"), ("qwen3_moe", "fp8"), ("mixtral", "awq")]
+)
+@torch.inference_mode()
+def test_products_of_cuda(
+    model: str, kind: str, checkpoint: MakeCheckpoint, triton_products: None, tmp_path: Path
+) -> None:
+    """From the checkpoint, and from the stored file of the first start; float8 stays what it is."""
+    name, settings = MODELS[model]
+    dense, packed = write_mixture(checkpoint(name, **settings | ONE_LAYER), tmp_path, kind)
+    [(path, experts)] = experts_of(load(dense))
+    x, chosen, shares = torch.randn(9, 64).bfloat16(), torch.randint(0, 4, (9, 2)), torch.rand(9, 2)
+    expected, found = experts(x.float(), chosen, shares), []
+    config = EngineConfig(model=str(packed), skip_tokenizer_init=True).on_device("cpu")
+    for _ in range(2):
+        loaded = load_model(config, weights=WeightStore(tmp_path / "weights"))
+        module: Any = loaded.module.get_submodule(path)
+        products = [product for product in module.children() if isinstance(product, ExpertProduct)]
+        parts = [part for product in products for part in product.packed.parts]
+        assert {part.codes.is_floating_point() for part in parts} == {kind == "fp8"}
+        found.append(module(x, chosen, shares.bfloat16()).float())
+        assert loaded.weights is not None
+        loaded.weights.close()
+    assert torch.equal(*found)
+    assert (difference := _difference(found[0], expected)) < 0.02, f"relative difference {difference:.1e}"
+
+
+@torch.inference_mode()
+def test_quantised_at_load_on_cuda(checkpoint: MakeCheckpoint, triton_products: None) -> None:
+    """In groups of 128."""
+    name, settings = MODELS["qwen3_moe"]
+    folder = checkpoint(name, **settings | ONE_LAYER)
+    [(path, experts)] = experts_of(load(folder))
+    packed = load(folder, dtype="bfloat16", quantization="int8").get_submodule(path)
+    x, chosen, shares = torch.randn(9, 64).bfloat16(), torch.randint(0, 4, (9, 2)), torch.rand(9, 2)
+    assert isinstance(packed, PackedExperts)
+    difference = _difference(packed(x, chosen, shares.bfloat16()), experts(x.float(), chosen, shares))
+    assert difference < 0.03, f"relative difference {difference:.1e}"
+
+
 class Weights(dict[str, torch.Tensor | QuantisedWeight]):
     """A checkpoint."""
 
@@ -148,8 +189,7 @@ def test_gates_and_ups_apart(model: str, checkpoint: MakeCheckpoint) -> None:
     x, chosen, shares = torch.randn(9, 64), torch.randint(0, 4, (9, 2)), torch.rand(9, 2)
     expected = module(x, chosen, shares)
     holder = nn.ModuleDict({"experts": module})
-    reader = ExpertReader(holder, weights)
-    packed = reader.read(path, module, CpuLinear())
+    packed = ExpertReader(holder, weights, CpuLinear(), torch.device("cpu")).read(path, module)
     assert packed is not None
     torch.testing.assert_close(packed(x, chosen, shares), expected, rtol=1e-3, atol=1e-4)
 

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from folio.kernels.cpu.ops import PackedWeight, WeightPart
 from folio.kernels.quantised import QuantisedWeight
-from folio.kernels.triton.code_tiles import CodeTile, choose_expert_tile, choose_tile
+from folio.kernels.triton.code_tiles import CodeTile, choose_expert_tile, choose_tile, expert_rows, most_tiles
 from folio.kernels.triton.eight_bits import LEAST_ROWS, EightBitProduct, RoundedRows
 from folio.kernels.triton.launch import Kernel, Launch
 from folio.kernels.triton.packed_codes import LANES, LOW_BITS, PARTS, SLAB, WORDS, form, merged, packed
@@ -73,22 +73,6 @@ def _values(
     # The bits of 2 ** 23 + code: twice as fast as a conversion.
     bits = code ^ 0x4B000080 if LOW == 8 else code | 0x4B000000
     return bits.to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
-
-
-@triton.jit
-def _expert_rows(
-    ends_ptr: tl.tensor, tile: tl.tensor, EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The expert of a tile, the first of its rows, and their number; 0 beyond the last tile."""
-    experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
-    ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0).to(tl.int32)
-    starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0).to(tl.int32)
-    tiles = tl.cdiv(ends - starts, BLOCK_ROWS)
-    behind = tl.cumsum(tiles)
-    first = starts + (tile - behind + tiles) * BLOCK_ROWS
-    own = (behind > tile) & (behind - tiles <= tile)  # of one expert at most
-    rows = tl.minimum(ends - first, BLOCK_ROWS)
-    return tl.sum(tl.where(own, experts, 0)), tl.sum(tl.where(own, first, 0)), tl.sum(tl.where(own, rows, 0))
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_output"])
@@ -139,7 +123,7 @@ def _codes_kernel(
     num_slabs, lanes = tl.cdiv(num_inputs, _SLAB), tl.arange(0, _LANES)
     rows = tl.arange(0, BLOCK_ROWS)
     if ends_ptr is not None:
-        expert, first_row, num_rows = _expert_rows(ends_ptr, tl.program_id(1), EXPERTS, BLOCK_ROWS)
+        expert, first_row, num_rows = expert_rows(ends_ptr, tl.program_id(1), EXPERTS, BLOCK_ROWS)
         if num_rows == 0:
             return
         expert, first_row = expert.to(tl.int64), first_row.to(tl.int64)
@@ -317,8 +301,8 @@ class TritonCodes:
     def by_expert(
         self, x: torch.Tensor, weight: PackedWeight, ends: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The products of each expert's rows, which are not rounded: see `PackedProduct`. Launches depend on the number
-        of all rows only: there are programs for the most tiles that experts can have, and those without rows end."""
+        """The products of each expert's rows: see `PackedProduct`. Launches depend on the number of all rows only:
+        there are programs for as many tiles as experts can have, and those without rows end."""
         (num_rows, inputs), experts, outputs = x.shape, len(ends), weight.outputs
         if inputs != weight.inputs or x.dtype != weight.dtype:
             raise ValueError(f"x {list(x.shape)} {x.dtype} for {weight.inputs} inputs of {weight.dtype}")
@@ -327,14 +311,20 @@ class TritonCodes:
         if bias is not None and (bias.shape != (experts, outputs) or bias.dtype != x.dtype):
             raise ValueError(f"bias {list(bias.shape)} {bias.dtype} for {outputs} outputs of {weight.dtype}")
         x, out, start = x.contiguous(), x.new_empty(num_rows, outputs), 0
+        many = self._tile is None and weight.order is None and num_rows >= LEAST_ROWS * experts
+        rounded: dict[torch.dtype, RoundedRows] = {}
         for part in weight.parts if num_rows else ():
             here = slice(start, start := start + part.outputs)
+            part_bias = None if bias is None else bias[:, here]
+            if many and self._eight_bits.fits(part):
+                if (dtype := part.codes.dtype) not in rounded:
+                    rounded[dtype] = self._eight_bits.round(x, dtype)
+                self._eight_bits(rounded[dtype], part, part_bias, out[:, here], ends)
+                continue
             tile = self._tile or choose_expert_tile(num_rows, experts, part.outputs, num_processors(x.device))
-            tiles = min(num_rows, (num_rows + experts * (tile.rows - 1)) // tile.rows)
-            tensors = {"x_ptr": x, "ends_ptr": ends, "order_ptr": weight.order, "out_ptr": out[:, here]}
-            tensors["bias_ptr"] = None if bias is None else bias[:, here]
-            grid = triton.cdiv(part.outputs, tile.outputs), tiles, 1
-            self._launch(weight, part, tile, grid, tensors, outputs, num_rows=num_rows)
+            others = {"x_ptr": x, "ends_ptr": ends, "bias_ptr": part_bias, "order_ptr": weight.order}
+            grid = triton.cdiv(part.outputs, tile.outputs), most_tiles(num_rows, experts, tile), 1
+            self._launch(weight, part, tile, grid, others | {"out_ptr": out[:, here]}, outputs, num_rows=num_rows)
         return out
 
     def _launch(

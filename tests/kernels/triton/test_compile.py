@@ -77,7 +77,7 @@ class Shape:
         tuning: of the decode kernel.
         programs: the least that a processor must hold at once.
         bits: of a quantised weight.
-        form: of `random_weight`; "floats": codes are floats.
+        form: of `random_weight`; "floats": codes are floats; "experts": of a product in 8 bits.
     """
 
     call: str
@@ -161,6 +161,10 @@ EIGHT_BITS = tuple(
     for model, rows, programs in ((LLAMA, 17, 3), (LLAMA, 64, 2), (LLAMA, 256, 1), (QWEN, 17, 5), (QWEN, 256, 2))
     for dtype in (INT8, FP8)
 )
+EIGHT_BIT_EXPERTS = tuple(
+    Shape("eight bits", QWEN_MOE, num_queries=rows, programs=programs, bits=8, cache_dtype=FP8, form="experts")
+    for rows, programs in ((17, 3), (256, 1))
+)
 SHAPES = (
     Shape("write", LLAMA),
     Shape("write", LLAMA, cache_dtype=FP8),
@@ -186,6 +190,7 @@ SHAPES = (
     Shape("round", LLAMA, cache_dtype=INT8),
     Shape("round", LLAMA, cache_dtype=FP8),
     *EIGHT_BITS,
+    *EIGHT_BIT_EXPERTS,
     Shape("rows", LLAMA, bits=6, form="nested"),
     Shape("rotary", LLAMA, 16, normed=True, dependent=True),
     Shape("norm", LLAMA, normed=True, dependent=True),
@@ -320,7 +325,9 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
             wrong.append(f"copies codes by {sorted(compiled.copies)} bytes, and loads them by {sorted(compiled.loads)}")
     elif shape.call == "eight bits":
         name = "s8.s8" if shape.cache_dtype == INT8 else "e4m3.e4m3"
-        if shape.model is LLAMA and not all("wgmma" in n and n.endswith(name) for n in compiled.tensor_cores or [""]):
+        if shape.model is not QWEN and not all(
+            "wgmma" in n and n.endswith(name) for n in compiled.tensor_cores or [""]
+        ):
             wrong.append(f"multiplies by {compiled.tensor_cores}")
         if compiled.copies.get(16, 0) < 4 or min(compiled.copies) < 4:
             wrong.append(f"copies by {sorted(compiled.copies)} bytes")
@@ -409,7 +416,7 @@ def _accesses(ptx: str, operation: str) -> dict[int, int]:
 
 
 def _call_eight_bits(shape: Shape) -> None:
-    from folio.kernels.triton.code_tiles import EIGHT_BIT_TILES, choose_tile
+    from folio.kernels.triton.code_tiles import EIGHT_BIT_TILES, choose_expert_tile, choose_tile
     from folio.kernels.triton.codes import TritonCodes
     from folio.kernels.triton.eight_bits import EightBitProduct, RoundedRows
 
@@ -417,15 +424,21 @@ def _call_eight_bits(shape: Shape) -> None:
     if shape.call == "round":
         EightBitProduct().round(torch.empty(rows, inputs, dtype=shape.dtype), shape.cache_dtype)
         return
-    outputs, slabs, all_rows = 4 * inputs if shape.model is LLAMA else inputs, inputs // 128, -(-rows // 128) * 128
+    outputs = 4 * inputs if shape.model is LLAMA else inputs
+    tile = choose_tile(rows, outputs, NUM_PROCESSORS, EIGHT_BIT_TILES)
     weight = _floats(outputs, inputs)
     if shape.cache_dtype == INT8:
         codes, one = torch.zeros(outputs, inputs, dtype=torch.uint8), torch.ones(outputs, 1).half()
         weight = QuantisedWeight(codes, 8, inputs, one, zero=128)
-    [part] = TritonCodes(torch.device("cpu")).pack_quantised(weight, shape.dtype).parts
+    packed = TritonCodes(torch.device("cpu")).pack_quantised(weight, shape.dtype)
+    ends: torch.Tensor | None = None
+    if shape.form == "experts":
+        packed, ends = stacked([packed] * NUM_EXPERTS), torch.zeros(NUM_EXPERTS, dtype=torch.int64)
+        rows *= NUM_EXPERTS
+        tile = choose_expert_tile(rows, NUM_EXPERTS, outputs, NUM_PROCESSORS, EIGHT_BIT_TILES)
+    slabs, all_rows = inputs // 128, -(-rows // 128) * 128
     x = RoundedRows(torch.empty(all_rows, slabs, 128, dtype=shape.cache_dtype), torch.empty(slabs, all_rows), rows)
-    product = EightBitProduct(choose_tile(rows, outputs, NUM_PROCESSORS, EIGHT_BIT_TILES))
-    product(x, part, None, torch.empty(rows, outputs, dtype=shape.dtype))
+    EightBitProduct(tile)(x, packed.parts[0], None, torch.empty(rows, outputs, dtype=shape.dtype), ends)
 
 
 def _call_codes(shape: Shape) -> None:

@@ -81,6 +81,21 @@ class PackedProduct(Protocol):
     def __call__(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The product of `x [..., inputs]`, plus `bias [outputs]`: `[..., outputs]`, all of the weight's dtype."""
 
+    def by_expert(
+        self, x: torch.Tensor, weight: PackedWeight, ends: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The products of each expert's rows, as `__call__` computes them.
+
+        Args:
+            x: `[rows, inputs]`, the rows of the first expert first.
+            weight: of `experts.stacked`.
+            ends: `[experts]` int64: where the rows of each end.
+            bias: `[experts, outputs]`, contiguous.
+
+        Returns:
+            `[rows, outputs]`.
+        """
+
 
 def select_packed_product(device: torch.device) -> PackedProduct:
     """The product with packed weights for a device. Raises `KernelError` if there is none here."""

@@ -8,6 +8,9 @@ those of codes and scales, for bfloat16, too; one fact is what the device reads 
 number of rows chooses, with codes widened, and with rows rounded to 8 bits, by every tile; beside bfloat16, 4 bits, and
 `torch._scaled_mm` with rows that were rounded before.
 
+--measure experts: of gates and ups of Qwen3-30B-A3B, in MXFP4's form and in float8, 1 to 256 tokens with 8 experts
+each: with the tile that the number of rows chooses, and others, beside torch's grouped product in bfloat16.
+
 --measure steps: greedy decode steps of Llama-3-8B's shape with random weights, 1 to 256 sequences of 1,024 tokens, in
 bfloat16, in codes of 4 bits with a scale for each 32 inputs, and of 8 with one for each 128, by decode graphs.
 
@@ -42,6 +45,7 @@ from benchmarks.gpu.parts import Parts, arguments
 from folio.app.engine.layers.linear import Product, pack_linears, packed_by
 from folio.app.engine.model import checkpoint_module
 from folio.kernels import QuantisedWeight, quantise
+from folio.kernels.experts import stacked
 from folio.kernels.quantised import Bits
 from tests.kernels.quantised_weights import random_weight
 
@@ -62,6 +66,9 @@ FORMS: tuple[tuple[Bits, str], ...] = (
 # By bits: the group, and how far uniform codes are apart.
 STEPS: dict[str, tuple[Bits, int, float]] = {"codes of 4 bits": (4, 32, 4.6), "codes of 8 bits": (8, 128, 74.0)}
 EIGHT_BIT_ROWS = (1, 16, 32, 256)
+# Experts, those of a token, outputs and inputs; and choices of experts, one after the other.
+EXPERTS, FAKE_EXPERTS = (128, 8, 1536, 2048), (4, 2, 96, 64)
+EXPERT_TOKENS, NUM_CHOICES = (1, 16, 256), 16
 SLAB = 128
 # Of rows and weights in float8: 3.7 % of the norm, of the largest of a million values.
 EIGHT_BIT_TOLERANCE = 8e-2
@@ -70,11 +77,12 @@ TIMED_STEPS = 24
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--measure", choices=("products", "eight_bits", "steps"), required=True)
+    parser.add_argument("--measure", choices=("products", "eight_bits", "experts", "steps"), required=True)
     args = parser.parse_args()
     parts = Parts(math.inf)  # one that fails leaves the figures of the others
     torch.manual_seed(0)
-    {"products": products, "eight_bits": eight_bits, "steps": steps}[args.measure](args, parts)
+    measures = {"products": products, "eight_bits": eight_bits, "experts": experts, "steps": steps}
+    measures[args.measure](args, parts)
     parts.finish()
 
 
@@ -229,6 +237,46 @@ def scaled_product(x: torch.Tensor, values: torch.Tensor) -> tuple[Callable[[Any
         "use_fast_accum": True,
     }
     return lambda weight: torch._scaled_mm(rows, weight.t(), **options), codes
+
+
+# ---- experts ----
+
+
+def experts(args: argparse.Namespace, parts: Parts) -> None:
+    from folio.kernels.triton.codes import TritonCodes
+
+    device = torch.device("cpu" if args.fake else "cuda")
+    count, top_k, outputs, inputs = FAKE_EXPERTS if args.fake else EXPERTS
+    table, linear = random_weight(4, "table", outputs, inputs), TritonCodes(device)
+    for name, weight in {"MXFP4": table, "float8": in_float8(table.dequantised())}.items():
+        one = linear.pack_quantised(weight, sweep.DTYPE)
+        for tokens in FAKE_ROWS if args.fake else EXPERT_TOKENS:
+            title = f"{count} experts {outputs} x {inputs}, {name}, {tokens} tokens"
+            parts.run(title, partial(measure_experts, title, one, count, tokens * top_k, linear))
+
+
+def measure_experts(title: str, one: PackedWeight, count: int, rows: int, linear: TritonCodes) -> None:
+    """Args: `one`: of an expert."""
+    from folio.kernels.triton.code_tiles import ONE_ROW, TILES
+    from folio.kernels.triton.codes import TritonCodes
+
+    device, packed = one.parts[0].codes.device, stacked([one] * count)
+    dense = linear.rows(one, torch.arange(one.outputs, device=device)).repeat(count, 1, 1)
+    x, fake = torch.randn(rows, one.inputs, device=device).to(sweep.DTYPE), device.type == "cpu"
+    choices = [torch.randint(count, (rows,)).bincount(minlength=count) for _ in range(2 if fake else NUM_CHOICES)]
+    ends = [choice.cumsum(0).to(device) for choice in choices]
+
+    def work(multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return [multiply(one) for one in ends][-1]
+
+    by_torch = partial(work, lambda end: torch._grouped_mm(x, dense.transpose(1, 2), offs=end.int()))
+    variants = {"bfloat16": by_torch, "codes": partial(work, lambda end: linear.by_expert(x, packed, end))}
+    for tile in (ONE_ROW, TILES[16][0], TILES[64][0]):
+        product = partial(TritonCodes(device, tile).by_expert, x, packed)
+        variants[f"{tile.outputs} x {tile.rows}"] = partial(work, product)
+    num_bytes = one.nbytes * sum(int((choice > 0).sum()) for choice in choices) / len(choices)
+    repeats, least_s = (1, 0.0) if fake else (3, 0.01)
+    compare(title, variants, device, num_bytes=num_bytes, num_calls=len(ends), repeats=repeats, least_s=least_s)
 
 
 # ---- steps ----

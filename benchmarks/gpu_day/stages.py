@@ -106,6 +106,7 @@ def quantised(fake: bool) -> list[Job]:
         _pytest("codes", f"{tests}/test_codes.py", "", fake, tiny=tiny, limit_s=100),
         _pytest("eight bits", f"{tests}/test_eight_bits.py", "", fake, tiny=tiny, limit_s=100),
         _program("products in 8 bits", "gpu_quantised", fake, 150, "--measure", "eight_bits"),
+        _program("experts", "gpu_quantised", fake, 60, "--measure", "experts"),
         _program("quantised steps", "gpu_quantised", fake, 240, "--measure", "steps"),
         _program("quantised products", "gpu_quantised", fake, 160, "--measure", "products"),
     ]

@@ -27,6 +27,8 @@ _HUGE_PAGE = 2 << 20
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16)
 _SLAB, _LANE_BYTES = 32, 4  # inputs and bytes of an output in a word, see csrc/codes.h
 _CODES = -1  # in place of a dtype
+# Tensors of a `WeightPart` that differ among experts.
+BY_EXPERT = ("codes", "scales", "supers", "factors")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,6 +150,7 @@ class CpuLinear:
         self._rows = load("folio_codes_rows", _INT, fields, *[_POINTER] * 2, _INT64)
         self._panel_bytes = load("folio_linear_panel_bytes", _INT, fields, _INT64, result=_INT64)
         self._multiply = load("folio_linear", _INT, fields, *[_POINTER] * 2, _INT, _POINTER, _INT64)
+        self._by_expert = load("folio_experts", _INT, fields, *[_POINTER] * 2, _INT64, *[_POINTER] * 3)
 
     def unsupported(self, dtype: torch.dtype) -> str | None:
         """The reason why weights of this dtype cannot be packed, as a sentence; `None` if they can."""
@@ -232,6 +235,24 @@ class CpuLinear:
         self._multiply(dtype, fields, *map(address, (x, out)), int(unrounded), address(panels), rows)
         return out
 
+    def by_expert(
+        self, x: torch.Tensor, weight: PackedWeight, ends: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The products of each expert's rows: see `PackedProduct`."""
+        if x.shape[1:] != (weight.inputs,) or x.dtype != weight.dtype or int(ends[-1]) != len(x):
+            raise ValueError(f"x {list(x.shape)} {x.dtype} for {weight.inputs} inputs of {weight.dtype}")
+        if len(ends) != len(weight.parts[0].codes):
+            raise ValueError(f"ends of {len(ends)} experts, not {len(weight.parts[0].codes)}")
+        x, dtype, out = x.contiguous(), CPP_DTYPES[x.dtype], x.new_empty(len(x), weight.outputs)
+        if not len(x):
+            return out
+        tensors = [bias, weight.order, *(getattr(part, name) for part in weight.parts for name in BY_EXPERT)]
+        strides = (_INT64 * len(tensors))(*(0 if t is None else t.stride(0) * t.element_size() for t in tensors))
+        fields, most = WeightFields.of(weight, bias), int(ends.diff(prepend=ends.new_zeros(1)).max())
+        panels = torch.empty(self._panel_bytes(dtype, fields, most), dtype=torch.uint8)
+        self._by_expert(dtype, fields, strides, ends.data_ptr(), len(ends), *map(address, (x, out, panels)))
+        return out
+
 
 def _by_tile(lanes: int, dtype: torch.dtype, *values: torch.Tensor | None) -> torch.Tensor:
     """`[outputs, groups]` of scales, and of offsets if there are any, as `[tiles, groups, 1 or 2, lanes]`."""
@@ -243,7 +264,7 @@ def _by_tile(lanes: int, dtype: torch.dtype, *values: torch.Tensor | None) -> to
 
 def packed_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
     return (
-        torch.empty(num_bytes, dtype=torch.uint8, device=device) if device.type == "meta" else on_huge_pages(num_bytes)
+        on_huge_pages(num_bytes) if device.type == "cpu" else torch.empty(num_bytes, dtype=torch.uint8, device=device)
     )
 
 

@@ -18,32 +18,25 @@ multiplied in float32, several by tensor cores, in the dtype of the rows; many, 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import nn
 from triton.runtime.jit import JITFunction
 
 from folio.kernels.cpu.ops import PackedWeight, WeightPart
 from folio.kernels.quantised import QuantisedWeight
-from folio.kernels.triton.code_tiles import CodeTile, choose_tile
+from folio.kernels.triton.code_tiles import CodeTile, choose_expert_tile, choose_tile, expert_rows, most_tiles
 from folio.kernels.triton.eight_bits import LEAST_ROWS, EightBitProduct, RoundedRows
 from folio.kernels.triton.launch import Kernel, Launch
+from folio.kernels.triton.packed_codes import LANES, LOW_BITS, PARTS, SLAB, WORDS, form, merged, packed
 from folio.kernels.triton.product import num_processors
 
-_SLAB, _PARTS, _LANES = tl.constexpr(128), tl.constexpr(8), tl.constexpr(16)
+_SLAB, _PARTS, _LANES = tl.constexpr(SLAB), tl.constexpr(PARTS), tl.constexpr(LANES)
 _SUPER_SLABS = tl.constexpr(2)  # with one super scale
-_LOW_BITS = {2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 8}
-# By bytes. Words of scales are of several groups.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
 _DTYPES = (torch.bfloat16, torch.float16)
-_PACKED_CODES = 1 << 24  # that are packed at a time
 _MOST_LAUNCHES = 1 << 12
 LOOK_UP = CodeTile(16, 1, 8, 4, 1)
 
@@ -86,14 +79,15 @@ def _values(
 def _codes_kernel(
     x_ptr: tl.tensor,  # [num_rows, num_inputs] or None: the values of outputs are looked up
     ids_ptr: tl.tensor,  # [num_rows] int64: these outputs, or None
+    ends_ptr: tl.tensor,  # [EXPERTS] int64: of rows; or None. All tensors of weights and the order are by expert first
     low_ptr: tl.tensor,  # [num_slabs, num_outputs, 2 * BITS * 8 / LOW] words of LOW * 8 bits
     high_ptr: tl.tensor,  # the same memory as words of HIGH * 8 bits, or None
     scales_ptr: tl.tensor,  # [num_slabs / SLABS_A_SCALE, num_outputs, KINDS, WORDS]
     supers_ptr: tl.tensor,  # [num_slabs / 2, num_outputs, KINDS] float16 or None
     factors_ptr: tl.tensor,  # [num_outputs] float32 or None
     table_ptr: tl.tensor,  # [2] int64 or None
-    bias_ptr: tl.tensor,  # [num_outputs] or None
-    order_ptr: tl.tensor,  # [num_inputs] int32 or None: of outputs that are looked up
+    bias_ptr: tl.tensor,  # [num_outputs] or None; by expert with out_stride
+    order_ptr: tl.tensor,  # [num_inputs] int32 or None: of outputs that are looked up, and of rows of experts
     out_ptr: tl.tensor,  # [num_rows, num_outputs] or [num_rows, num_inputs], with out_stride
     num_rows: tl.tensor,
     first_output: tl.tensor,  # subtracted from ids
@@ -112,13 +106,14 @@ def _codes_kernel(
     HALVES: tl.constexpr,
     FLOATS: tl.constexpr,  # codes are float8
     EVEN: tl.constexpr,  # whole slabs, and whole tiles of them
+    EXPERTS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SLABS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     UPCAST_DOT: tl.constexpr,
 ) -> None:
-    """One program per `BLOCK_OUTPUTS` outputs of `BLOCK_ROWS` rows, or per `BLOCK_OUTPUTS` looked up."""
+    """One program per `BLOCK_OUTPUTS` outputs of `BLOCK_ROWS` rows, of one expert, or per `BLOCK_OUTPUTS` looked up."""
     outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     asked = outputs.to(tl.int64)
     if ids_ptr is not None:
@@ -126,7 +121,28 @@ def _codes_kernel(
     # Programs beyond the last output read it again: masks would narrow the reads.
     safe = tl.maximum(tl.minimum(outputs, num_outputs - 1), 0)
     num_slabs, lanes = tl.cdiv(num_inputs, _SLAB), tl.arange(0, _LANES)
-    rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    rows = tl.arange(0, BLOCK_ROWS)
+    if ends_ptr is not None:
+        expert, first_row, num_rows = expert_rows(ends_ptr, tl.program_id(1), EXPERTS, BLOCK_ROWS)
+        if num_rows == 0:
+            return
+        expert, first_row = expert.to(tl.int64), first_row.to(tl.int64)
+        x_ptr += first_row * num_inputs
+        out_ptr += first_row * out_stride
+        low_ptr += expert * num_slabs * num_outputs * (2 * BITS * 8 // LOW)
+        scales_ptr += expert * tl.cdiv(num_slabs, SLABS_A_SCALE) * num_outputs * (KINDS * WORDS)
+        if HIGH:
+            high_ptr += expert * num_slabs * num_outputs * (2 * BITS * 8 // HIGH)
+        if supers_ptr is not None:
+            supers_ptr += expert * tl.cdiv(num_slabs, _SUPER_SLABS) * num_outputs * KINDS
+        if factors_ptr is not None:
+            factors_ptr += expert * num_outputs
+        if bias_ptr is not None:
+            bias_ptr += expert * out_stride
+        if order_ptr is not None:
+            order_ptr += expert * num_inputs
+    else:
+        rows += tl.program_id(1) * BLOCK_ROWS
     table, second = 0, 0
     if table_ptr is not None:
         table, second = tl.load(table_ptr), tl.load(table_ptr + 1)
@@ -174,16 +190,17 @@ def _codes_kernel(
             if KINDS > 1:
                 values += tl.expand_dims(offset, -1)
             inputs = starts + part * _LANES
+            columns = inputs
+            if order_ptr is not None:
+                columns = tl.load(order_ptr + inputs, mask=inputs < num_inputs, other=0)
             if x_ptr is None:
                 if factors_ptr is not None:
                     values *= tl.load(factors_ptr + safe)[:, None, None]
                 there = ((outputs >= 0) & (outputs < num_outputs))[:, None, None] & (inputs < num_inputs)[None]
-                if order_ptr is not None:
-                    inputs = tl.load(order_ptr + inputs, mask=inputs < num_inputs, other=0)
-                out = out_ptr + asked[:, None, None] * out_stride + inputs[None]
+                out = out_ptr + asked[:, None, None] * out_stride + columns[None]
                 tl.store(out, values.to(out_ptr.dtype.element_ty), mask=there)
             elif BLOCK_ROWS > 1:
-                xs = x_ptr + rows.to(tl.int64)[None, :] * num_inputs + inputs[:, None]
+                xs = x_ptr + rows.to(tl.int64)[None, :] * num_inputs + columns[:, None]
                 inside = (rows < num_rows)[None, :]
                 if not EVEN:
                     inside &= (inputs < num_inputs)[:, None]
@@ -193,7 +210,7 @@ def _codes_kernel(
                 else:
                     sums = tl.dot(values.to(x.dtype), x, sums)
             else:
-                x = tl.load(x_ptr + inputs) if EVEN else tl.load(x_ptr + inputs, mask=inputs < num_inputs, other=0.0)
+                x = tl.load(x_ptr + columns) if EVEN else tl.load(x_ptr + columns, mask=inputs < num_inputs, other=0.0)
                 sums += values * x.to(tl.float32)[None]
     if x_ptr is not None:
         if BLOCK_ROWS == 1:
@@ -216,7 +233,7 @@ class TritonCodes:
         tile: instead of those that are chosen by the number of rows, none of which is rounded then.
     """
 
-    int8_group = _SLAB.value
+    int8_group = SLAB
 
     def __init__(self, device: torch.device, tile: CodeTile | None = None) -> None:
         self._device, self._tile = device, tile
@@ -234,57 +251,11 @@ class TritonCodes:
         """Pack a weight for inputs and results of a dtype, on the device, or on torch's meta device."""
         if reason := self.unsupported(dtype):
             raise ValueError(f"a quantised weight for {dtype}: {reason}")
-        device = torch.device("meta") if weight.codes.is_meta else self._device
-        (outputs, inputs), bits, kinds = weight.shape, weight.bits, 1 if weight.offsets is None else 2
-        slabs = -(-inputs // _SLAB.value)
-        floats = weight.codes.is_floating_point()
-        stored = weight.codes.dtype if floats else torch.int8 if bits == 8 else torch.uint8
-        codes = torch.empty(slabs, outputs, _LANES.value * bits, dtype=torch.uint8, device=device)
-        rows = max(1, _PACKED_CODES // inputs)
-        for start in () if weight.codes.is_meta else range(0, outputs, rows):
-            codes[:, start : start + rows] = _packed(weight.codes[start : start + rows].to(device), bits)
-        # Inputs of a slab that have one scale, and the slabs of a scale for whole ones. A group of all inputs is whole.
-        whole = weight.group if weight.group < inputs else slabs * _SLAB.value
-        group = math.gcd(whole, _SLAB.value)
-        every = 1 if group < _SLAB.value else whole // group
-        repeats, entries = whole // group // every, -(-slabs // every)
-
-        def by_slab(values: torch.Tensor | None) -> Iterator[torch.Tensor]:
-            """`[entries, outputs, 1, groups of a slab]`."""
-            if values is not None:
-                every_group = values.to(device).repeat_interleave(repeats, 1)
-                wanted = entries * (_SLAB.value // group)
-                padded = nn.functional.pad(every_group, (0, wanted - every_group.shape[1]))
-                yield padded.view(outputs, entries, 1, -1).transpose(0, 1)
-
-        nested = weight.super_scales is not None
-        scales = torch.cat([*by_slab(weight.scales), *by_slab(weight.offsets)], 2).flatten(2).contiguous()
-        supers = [s.to(device, torch.float16).t() for s in (weight.super_scales, weight.super_offsets) if s is not None]
-        table = None if weight.table is None else torch.tensor(weight.table, dtype=torch.int8).view(torch.int64)
-        part = WeightPart(
-            codes.view(stored),
-            outputs,
-            bits,
-            scales.to(torch.int8 if nested else torch.float16),
-            torch.stack(supers, 2) if supers else None,
-            None if weight.factors is None else weight.factors.to(device, torch.float32),
-            None if table is None else table.to(device),
-            weight.zero,
-            every,
-            kinds > 1,
-        )
-        order = None if weight.order is None else weight.order.to(device, torch.int32)
-        return PackedWeight((part,), inputs, dtype, order)
+        return packed(weight, dtype, torch.device("meta") if weight.codes.is_meta else self._device)
 
     def merged(self, weight: PackedWeight) -> PackedWeight:
         """The same weight, with one part for neighbouring ones of the same form: each costs a launch."""
-        parts: list[WeightPart] = []
-        for part in weight.parts:
-            if parts and _form(parts[-1]) == _form(part) and _table(parts[-1]) == _table(part):
-                parts[-1] = _joined(parts[-1], part)
-            else:
-                parts.append(part)
-        return replace(weight, parts=tuple(parts))
+        return merged(weight)
 
     def rows(self, weight: PackedWeight, outputs: torch.Tensor) -> torch.Tensor:
         """The values `[..., inputs]` of these outputs, int64 `[...]`, such as those of an embedding. Those of outputs
@@ -327,6 +298,35 @@ class TritonCodes:
             self._launch(weight, part, tile, grid, tensors, num_outputs, num_rows=num_rows)
         return out
 
+    def by_expert(
+        self, x: torch.Tensor, weight: PackedWeight, ends: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The products of each expert's rows: see `PackedProduct`. Launches depend on the number of all rows only:
+        there are programs for as many tiles as experts can have, and those without rows end."""
+        (num_rows, inputs), experts, outputs = x.shape, len(ends), weight.outputs
+        if inputs != weight.inputs or x.dtype != weight.dtype:
+            raise ValueError(f"x {list(x.shape)} {x.dtype} for {weight.inputs} inputs of {weight.dtype}")
+        if experts != len(weight.parts[0].codes):
+            raise ValueError(f"ends of {experts} experts, not {len(weight.parts[0].codes)}")
+        if bias is not None and (bias.shape != (experts, outputs) or bias.dtype != x.dtype):
+            raise ValueError(f"bias {list(bias.shape)} {bias.dtype} for {outputs} outputs of {weight.dtype}")
+        x, out, start = x.contiguous(), x.new_empty(num_rows, outputs), 0
+        many = self._tile is None and weight.order is None and num_rows >= LEAST_ROWS * experts
+        rounded: dict[torch.dtype, RoundedRows] = {}
+        for part in weight.parts if num_rows else ():
+            here = slice(start, start := start + part.outputs)
+            part_bias = None if bias is None else bias[:, here]
+            if many and self._eight_bits.fits(part):
+                if (dtype := part.codes.dtype) not in rounded:
+                    rounded[dtype] = self._eight_bits.round(x, dtype)
+                self._eight_bits(rounded[dtype], part, part_bias, out[:, here], ends)
+                continue
+            tile = self._tile or choose_expert_tile(num_rows, experts, part.outputs, num_processors(x.device))
+            others = {"x_ptr": x, "ends_ptr": ends, "bias_ptr": part_bias, "order_ptr": weight.order}
+            grid = triton.cdiv(part.outputs, tile.outputs), most_tiles(num_rows, experts, tile), 1
+            self._launch(weight, part, tile, grid, others | {"out_ptr": out[:, here]}, outputs, num_rows=num_rows)
+        return out
+
     def _launch(
         self,
         weight: PackedWeight,
@@ -338,14 +338,14 @@ class TritonCodes:
         **numbers: int,
     ) -> None:
         """Launch for a part of a weight. Args: `others`: tensors that are not of the part."""
-        low = _LOW_BITS[part.bits]
+        low = LOW_BITS[part.bits]
         high = part.bits - low
-        groups = part.scales.shape[2] // (1 + part.has_offsets)  # type: ignore[union-attr]  # quantised ones have them
+        groups = part.scales.shape[-1] // (1 + part.has_offsets)  # type: ignore[union-attr]  # quantised ones have them
         word_groups = min(groups, _WORD_BYTES // part.scales.element_size())  # type: ignore[union-attr]
-        word = _WORDS[word_groups * part.scales.element_size()]  # type: ignore[union-attr]
+        word = WORDS[word_groups * part.scales.element_size()]  # type: ignore[union-attr]
         tensors = {
-            "low_ptr": part.codes.view(_WORDS[low]),
-            "high_ptr": part.codes.view(_WORDS[high]) if high else None,
+            "low_ptr": part.codes.view(WORDS[low]),
+            "high_ptr": part.codes.view(WORDS[high]) if high else None,
             "scales_ptr": part.scales.view(word),  # type: ignore[union-attr]
             "supers_ptr": part.supers,
             "factors_ptr": part.factors,
@@ -353,13 +353,13 @@ class TritonCodes:
             **others,
         }
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        key = (*given, *_form(part), part.outputs, weight.inputs, weight.dtype, tile, out_stride, part.codes.device)
+        key = (*given, *form(part), part.outputs, weight.inputs, weight.dtype, tile, out_stride, part.codes.device)
         launch = self._launches.get(key)
         if launch is None:
             if len(self._launches) >= _MOST_LAUNCHES:
                 self._launches.clear()
             arguments: dict[str, Any] = {
-                **dict.fromkeys(("x_ptr", "ids_ptr", "bias_ptr", "order_ptr")),
+                **dict.fromkeys(("x_ptr", "ids_ptr", "ends_ptr", "bias_ptr", "order_ptr")),
                 **tensors,
                 "first_output": 0,
                 **numbers,
@@ -372,12 +372,13 @@ class TritonCodes:
                 "ZERO": part.zero,
                 "KINDS": 1 + part.has_offsets,
                 "WORDS": groups // word_groups,
-                "GROUP_PARTS": _PARTS.value // groups,
-                "WORD_PARTS": _PARTS.value // groups * word_groups,
+                "GROUP_PARTS": PARTS // groups,
+                "WORD_PARTS": PARTS // groups * word_groups,
                 "SLABS_A_SCALE": part.every,
                 "HALVES": part.supers is None,
                 "FLOATS": part.codes.is_floating_point(),
-                "EVEN": weight.inputs % (_SLAB.value * tile.slabs) == 0,
+                "EVEN": weight.inputs % (SLAB * tile.slabs) == 0,
+                "EXPERTS": len(part.codes) if "ends_ptr" in given else 0,
                 "BLOCK_OUTPUTS": tile.outputs,
                 "BLOCK_ROWS": tile.rows,
                 "BLOCK_SLABS": tile.slabs,
@@ -386,41 +387,3 @@ class TritonCodes:
             }
             launch = self._launches[key] = self._kernel.prepare(arguments, list(given), num_warps=tile.num_warps)
         launch(grid, *given.values(), **numbers)
-
-
-def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes `[outputs, inputs]` as `[slabs, outputs, bytes]`."""
-    if bits == 8:
-        codes = codes.view(torch.uint8) if codes.is_floating_point() else codes ^ 128
-    padded = nn.functional.pad(codes, (0, -codes.shape[1] % _SLAB.value))
-    fields = padded.view(len(codes), -1, _PARTS.value, _LANES.value)
-    low = _LOW_BITS[bits]
-    planes = [(0, low), (low, bits - low)] if bits > low else [(0, low)]
-    words = []
-    for first, width in planes:
-        word = torch.zeros(1, dtype=_WORDS[width], device=codes.device)
-        for part in range(_PARTS.value):
-            field = (fields[:, :, part] >> first) & (2**width - 1)
-            word = word | field.to(word.dtype) << (width * part)
-        words.append(word.view(torch.uint8))
-    return torch.cat(words, 2).transpose(0, 1)
-
-
-def _form(part: WeightPart) -> tuple[object, ...]:
-    """What equal kernels, and parts that can be joined, have in common."""
-    shape = () if part.scales is None else (part.scales.shape[0], part.scales.shape[2])
-    optional = (part.supers is None, part.factors is None, part.table is None)
-    return part.codes.dtype, part.bits, part.zero, part.every, part.has_offsets, *shape, *optional
-
-
-def _table(part: WeightPart) -> list[int] | None:
-    return None if part.table is None else part.table.tolist()
-
-
-def _joined(first: WeightPart, second: WeightPart) -> WeightPart:
-    """The outputs of both."""
-    joined: dict[str, Any] = {}
-    for name, dimension in (("codes", 1), ("scales", 1), ("supers", 1), ("factors", 0)):
-        parts = getattr(first, name), getattr(second, name)
-        joined[name] = None if parts[0] is None else torch.cat(parts, dimension)
-    return replace(first, outputs=first.outputs + second.outputs, **joined)

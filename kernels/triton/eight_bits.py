@@ -27,7 +27,14 @@ from triton.runtime.jit import JITFunction
 
 from folio.kernels.cpu.ops import WeightPart
 from folio.kernels.triton.cache import to_fp8
-from folio.kernels.triton.code_tiles import EIGHT_BIT_TILES, CodeTile, choose_tile
+from folio.kernels.triton.code_tiles import (
+    EIGHT_BIT_TILES,
+    CodeTile,
+    choose_expert_tile,
+    choose_tile,
+    expert_rows,
+    most_tiles,
+)
 from folio.kernels.triton.launch import Kernel, Launch
 from folio.kernels.triton.product import num_processors
 
@@ -77,10 +84,11 @@ def _round_kernel(
 def _eight_bit_kernel(
     x_ptr: tl.tensor,  # as `_round_kernel` writes it
     x_scales_ptr: tl.tensor,
+    ends_ptr: tl.tensor,  # [EXPERTS] int64: of rows; or None. All tensors of weights are by expert first
     codes_ptr: tl.tensor,  # [num_slabs, num_outputs, 128]
     scales_ptr: tl.tensor,  # [num_slabs / SLABS_A_SCALE, num_outputs] float16
     factors_ptr: tl.tensor,  # [num_outputs] float32 or None
-    bias_ptr: tl.tensor,  # [num_outputs] or None
+    bias_ptr: tl.tensor,  # [num_outputs] or None; by expert with out_stride
     out_ptr: tl.tensor,  # [num_rows, num_outputs], with out_stride
     num_rows: tl.tensor,
     num_outputs: tl.tensor,
@@ -88,6 +96,7 @@ def _eight_bit_kernel(
     out_stride: tl.tensor,
     SLABS_A_SCALE: tl.constexpr,
     ONE_SCALE: tl.constexpr,  # for all slabs
+    EXPERTS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -95,10 +104,26 @@ def _eight_bit_kernel(
     """One program per `BLOCK_OUTPUTS` outputs of `BLOCK_ROWS` rows. Neighbours have the same outputs and other rows, so
     that these outputs are read from memory once."""
     row_tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    if row_tile * BLOCK_ROWS >= num_rows:
-        return
     all_rows = tl.cdiv(num_rows, _ROW_MULTIPLE) * _ROW_MULTIPLE
-    rows = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    rows = tl.arange(0, BLOCK_ROWS)
+    if ends_ptr is not None:
+        expert, first_row, num_rows = expert_rows(ends_ptr, row_tile, EXPERTS, BLOCK_ROWS)
+        if num_rows == 0:
+            return
+        expert, first_row = expert.to(tl.int64), first_row.to(tl.int64)
+        x_ptr += first_row * num_slabs * _SLAB
+        x_scales_ptr += first_row
+        out_ptr += first_row * out_stride
+        codes_ptr += expert * num_slabs * num_outputs * _SLAB
+        scales_ptr += expert * tl.cdiv(num_slabs, SLABS_A_SCALE) * num_outputs
+        if factors_ptr is not None:
+            factors_ptr += expert * num_outputs
+        if bias_ptr is not None:
+            bias_ptr += expert * out_stride
+    else:
+        if row_tile * BLOCK_ROWS >= num_rows:
+            return
+        rows += row_tile * BLOCK_ROWS
     outputs = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     # Programs beyond the last output read it again: masks would narrow the reads.
     safe, places = tl.minimum(outputs, num_outputs - 1), tl.arange(0, _SLAB)
@@ -135,7 +160,8 @@ class RoundedRows:
     Attributes:
         codes: `[all rows, slabs, 128]` int8 or float8, in the order of a weight's codes.
         scales: `[slabs, all rows]` float32.
-        num_rows: without those that fill the last tiles, which have any values.
+        num_rows: without those that fill the last tiles, which have any values. Behind both tensors is memory for the
+            largest tile, which may begin at any row.
     """
 
     codes: torch.Tensor
@@ -159,7 +185,7 @@ class EightBitProduct:
     def fits(self, part: WeightPart) -> bool:
         """Whether there is a product with this part: of 8 bits, whole slabs to a scale, and no offsets."""
         codes, scales = part.codes, part.scales
-        if scales is None or part.zero != _ZEROS.get(codes.dtype) or part.supers is not None or scales.shape[2] > 1:
+        if scales is None or part.zero != _ZEROS.get(codes.dtype) or part.supers is not None or scales.shape[-1] > 1:
             return False
         floats = codes.is_floating_point() and codes.device.type == "cuda"
         return not floats or torch.cuda.get_device_capability(codes.device) >= _FP8_CAPABILITY
@@ -169,8 +195,9 @@ class EightBitProduct:
         num_rows, num_inputs = x.shape
         slabs = triton.cdiv(num_inputs, _SLAB.value)
         rows = triton.cdiv(num_rows, _ROW_MULTIPLE.value) * _ROW_MULTIPLE.value
-        codes = torch.empty(rows, slabs, _SLAB.value, dtype=dtype, device=x.device)
-        scales = torch.empty(slabs, rows, dtype=torch.float32, device=x.device)
+        codes = torch.empty(rows + _ROW_MULTIPLE.value, slabs, _SLAB.value, dtype=dtype, device=x.device)[:rows]
+        scales = torch.empty(slabs * rows + _ROW_MULTIPLE.value, dtype=torch.float32, device=x.device)
+        scales = scales[: slabs * rows].view(slabs, rows)
         tensors = {"x_ptr": x, "codes_ptr": codes, "scales_ptr": scales}
         key = num_inputs, x.dtype, dtype, x.device
         launch = self._launches.get(key)
@@ -181,13 +208,31 @@ class EightBitProduct:
         launch((triton.cdiv(num_rows, _ROUNDED_ROWS), slabs, 1), *tensors.values(), num_rows=num_rows)
         return RoundedRows(codes, scales, num_rows)
 
-    def __call__(self, x: RoundedRows, part: WeightPart, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Write the product, plus `bias [outputs]`, to `out [num_rows, outputs]`, whose rows may be apart."""
-        device = out.device
-        tile = self._tile or choose_tile(x.num_rows, part.outputs, num_processors(device), EIGHT_BIT_TILES)
+    def __call__(
+        self,
+        x: RoundedRows,
+        part: WeightPart,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        ends: torch.Tensor | None = None,
+    ) -> None:
+        """Write the product, plus `bias [outputs]`, to `out [num_rows, outputs]`, whose rows may be apart.
+
+        Args:
+            ends: of the rows of each expert, whose biases are as far apart as the rows of `out`.
+        """
+        processors = num_processors(out.device)
+        if ends is None:
+            tile = self._tile or choose_tile(x.num_rows, part.outputs, processors, EIGHT_BIT_TILES)
+            row_tiles = triton.cdiv(x.num_rows, tile.rows)
+        else:
+            sizes = x.num_rows, len(ends)
+            tile = self._tile or choose_expert_tile(*sizes, part.outputs, processors, EIGHT_BIT_TILES)
+            row_tiles = most_tiles(*sizes, tile)
         tensors = {
             "x_ptr": x.codes,
             "x_scales_ptr": x.scales,
+            "ends_ptr": ends,
             "codes_ptr": part.codes,
             "scales_ptr": part.scales,
             "factors_ptr": part.factors,
@@ -195,8 +240,8 @@ class EightBitProduct:
             "out_ptr": out,
         }
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        slabs, stride = x.codes.shape[1], out.stride(0)
-        key = (*given, part.outputs, slabs, part.every, stride, part.codes.dtype, out.dtype, tile, device)
+        slabs, stride, experts = x.codes.shape[1], out.stride(0), 0 if ends is None else len(ends)
+        key = (*given, part.outputs, slabs, part.every, stride, part.codes.dtype, out.dtype, tile, out.device, experts)
         launch = self._launches.get(key)
         if launch is None:
             others = {
@@ -206,12 +251,12 @@ class EightBitProduct:
                 "out_stride": stride,
                 "SLABS_A_SCALE": part.every,
                 "ONE_SCALE": part.every >= slabs,
+                "EXPERTS": experts,
                 "BLOCK_OUTPUTS": tile.outputs,
                 "BLOCK_ROWS": tile.rows,
                 "NUM_STAGES": tile.num_stages,
             }
             launch = self._prepared(key, self._multiply, {**tensors, **others}, list(given), tile.num_warps)
-        row_tiles = triton.cdiv(x.num_rows, tile.rows)
         together = min(row_tiles, _ROW_TILES)
         grid = together, triton.cdiv(part.outputs, tile.outputs), triton.cdiv(row_tiles, together)
         launch(grid, *given.values(), num_rows=x.num_rows)

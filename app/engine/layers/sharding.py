@@ -44,6 +44,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from folio.app.engine.layers.recurrent import PackedMixer, unwrapped
 from folio.app.engine.tensor_parallel.communicator import Communicator
 from folio.app.errors import ModelError
+from folio.kernels import QuantisedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,15 @@ class WeightShard:
         parts = [weight.narrow(self.dim, start, end - start) for start, end in self.spans]
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts, self.dim)
 
+    def of_one(self, transposed: bool, start: int, outputs: int) -> WeightShard:
+        """The part of the outputs `start` to `start + outputs - 1` of one expert, of a weight `[experts, outputs,
+        inputs]`, or `[experts, inputs, outputs]` if it is transposed."""
+        dim = 2 - self.dim if transposed else self.dim - 1
+        if dim == 1:
+            return WeightShard(1, self.spans)
+        spans = ((max(first - start, 0), min(end - start, outputs)) for first, end in self.spans)
+        return WeightShard(0, tuple((first, end) for first, end in spans if first < end))
+
 
 class ZeroShard:
     """Zeros in a weight's shape, for weights that only rank 0 adds."""
@@ -118,6 +128,23 @@ class ShardPlan:
     styles: dict[str, str] = field(default_factory=dict)
     spans: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     kv_groups: dict[str, int] = field(default_factory=dict)
+
+    def part_of(
+        self, name: str, value: torch.Tensor | QuantisedWeight, cut: WeightShard | ZeroShard | None
+    ) -> torch.Tensor | QuantisedWeight:
+        """A part of a weight, which may be quantised. Raises `ModelError` if that would cut inputs with one scale."""
+        if cut is None or not isinstance(value, QuantisedWeight):
+            return value if cut is None else cut.of(value)  # type: ignore[arg-type]  # no quantised one is left
+        assert isinstance(cut, WeightShard)  # others are of biases
+        if cut.dim == 0:
+            return value.select(torch.cat([torch.arange(*span) for span in cut.spans]))
+        [span] = cut.spans
+        try:
+            return value.columns(*span)
+        except ValueError as error:
+            raise ModelError(
+                f"{self.size} ranks cannot share {name}: {error}; choose another tensor_parallel_size"
+            ) from None
 
 
 def plan_shards(model: PreTrainedModel, rank: int, size: int) -> ShardPlan:

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from folio.app.config.engine import EngineConfig
+from folio.app.config.engine import EngineConfig, ResolvedConfig
 from folio.app.config.machine import DEFAULT_MAP_COUNT, SPARE_SHARE, Machine
 from folio.app.engine.execution.model_runner import ObservedLayers, observe_layers
 from folio.app.engine.layers import attention, recurrent
 from folio.app.engine.layers.sharding import plan_shards
 from folio.app.engine.memory import kv_plan
 from folio.app.engine.memory.memory_profile import DevicePlan
-from folio.app.engine.model.checkpoint_module import random_model
+from folio.app.engine.model.checkpoint_module import keeps_floats, random_model
 from folio.app.engine.model.context import context_length
 from folio.app.engine.model.loader import LoadedModel, describe_model, load_config
 from folio.app.engine.model.tokenizer import one_line
@@ -148,12 +148,14 @@ class ModelSize:
         )
 
 
-def _packed_bytes(config: EngineConfig) -> int | None:
+def _packed_bytes(config: ResolvedConfig) -> int | None:
     """Bytes of the weights of a quantised checkpoint on this machine, by its files; `None`: of others."""
     folder = Path(resolve_model(config.model))
     if (num_bytes := packed_bytes(folder)) is not None:
         return num_bytes
-    if config.load_format != "auto" or not folder.is_dir() or open_checkpoint(folder) is None:
+    if config.load_format != "auto" or not folder.is_dir():
+        return None
+    if open_checkpoint(folder, floats=keeps_floats(config)) is None:
         return None
     return sum(path.stat().st_size for path in weight_files(str(folder)))
 

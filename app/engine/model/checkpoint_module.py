@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from folio.app.compat.transformers import uses_attention_interface, weights_copied
 from folio.app.config.engine import Quantization, ResolvedConfig
 from folio.app.config.machine import Machine
-from folio.app.config.shares import has_experts
 from folio.app.engine.layers import attention, recurrent
-from folio.app.engine.layers.experts import experts_of, quantise_experts
+from folio.app.engine.layers.experts import quantise_experts
 from folio.app.engine.layers.fused_layer import fuse_layers
 from folio.app.engine.layers.fusion import fuse_attention, fuse_modules
 from folio.app.engine.layers.fusion_record import FusionRecord
@@ -148,12 +147,12 @@ def find_quantised(config: ResolvedConfig, hf_config: PreTrainedConfig) -> Quant
             folder = Path(snapshot_download(config.model, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot load {config.model!r}: {one_line(error)}") from error
-    experts = has_experts(hf_config.get_text_config().to_dict())
-    if config.device == "cpu":
-        floats = config.dtype != "float16" and not (experts and config.tensor_parallel_size > 1)
-    else:
-        floats = config.dtype != "float32" and not experts
-    return open_checkpoint(folder, floats=floats and config.quantization == "none")
+    return open_checkpoint(folder, floats=keeps_floats(config))
+
+
+def keeps_floats(config: ResolvedConfig) -> bool:
+    """Whether weights in FP8 and MXFP4 stay packed, for which there are no kernels in every dtype."""
+    return config.quantization == "none" and config.dtype != ("float16" if config.device == "cpu" else "float32")
 
 
 def _quantised_module(
@@ -217,20 +216,13 @@ def _quantise(module: Any, config: ResolvedConfig, record: FusionRecord) -> None
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
-    num_fused = by_layer(
-        module,
-        lambda path: module.get_submodule(path).to(device),
-        fuse,
-        record,
-        packed_by(rounding_product(linear, bits)),
-    )
     num_experts = 0
-    if device.type == "cpu" and config.tensor_parallel_size == 1:
-        num_experts = quantise_experts(module, bits)
-    elif any(experts_of(module)):
-        logger.warning(
-            "the experts of %r keep their dtype: they are quantised on CPUs with one rank only", config.model
-        )
+
+    def fill(path: str) -> None:
+        nonlocal num_experts
+        num_experts += quantise_experts(module.get_submodule(path).to(device), bits, linear)
+
+    num_fused = by_layer(module, fill, fuse, record, packed_by(rounding_product(linear, bits)))
     num_few = 0 if few is None else use_few_row_products(module, few)
     logger.info(
         "fused %d modules, %d with products of few rows; linear layers, and experts of %d modules, in %d bits",

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from folio.app.engine.layers.experts import PROJECTIONS, PackedExperts, experts_of, projections_of
+from folio.app.engine.layers.sharding import ShardPlan, WeightShard
 from folio.app.errors import ModelError
 from folio.app.models.quantised.checkpoint import QuantisedCheckpoint
-from folio.kernels import CpuLinear, QuantisedWeight
-from folio.kernels.cpu.experts import CpuExperts, stacked
+from folio.kernels import CpuLinear, PackedProduct, QuantisedWeight
 from folio.kernels.cpu.ops import PackedWeight
+from folio.kernels.experts import stacked
 from folio.kernels.quantised import as_integers
 
 # Fields of a `QuantisedWeight` that have a row for each output.
@@ -23,9 +24,17 @@ _BY_OUTPUT = ("codes", "scales", "offsets", "super_scales", "super_offsets", "fa
 
 class ExpertReader:
     """Reads the projections of experts, which a checkpoint has apart: `PATH.EXPERT.gate_proj.weight`, or
-    `PATH.EXPERT.gate_up_proj.weight` in the order of the module's own rows."""
+    `PATH.EXPERT.gate_up_proj.weight` in the order of the module's own rows. Args: as of `QuantisedLoader`."""
 
-    def __init__(self, model: nn.Module, checkpoint: QuantisedCheckpoint) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: QuantisedCheckpoint,
+        linear: PackedProduct,
+        device: torch.device,
+        plan: ShardPlan | None = None,
+    ) -> None:
+        self._linear, self._device, self._plan = linear, device, plan
         self._checkpoint, known = checkpoint, checkpoint.names()
         self._modules: dict[str, Any] = dict(experts_of(model))
         self.found = {
@@ -37,44 +46,42 @@ class ExpertReader:
             if all(f"{path}.{e}.{part}.weight" in known for e in range(module.num_experts) for part in parts)
         }
 
-    def read(self, path: str, module: Any, linear: object) -> PackedExperts | None:
+    def read(self, path: str, module: Any) -> PackedExperts | None:
         """A module's experts; `None` if it has none, or is filled because none is quantised. Raises `ModelError`."""
         if not any(f"{path}.{name}" in self.found for name in PROJECTIONS):
             return None
-        weights = {name: self._weights(path, name, linear) for name in projections_of(module)}
-        dense = {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
-        for name, weight in dense.items():
-            old = getattr(module, name)
-            weight = weight.transpose(1, 2).contiguous() if module.is_transposed else weight
-            if weight.shape != old.shape:
-                raise ModelError(f"the weight {path}.{name} is {list(weight.shape)}, not {list(old.shape)}")
-            setattr(module, name, nn.Parameter(weight.to(old.dtype), requires_grad=False))
-        if len(dense) == len(weights):
-            return None
-        packed = {}
-        for name, found in weights.items():
-            if isinstance(found, torch.Tensor):
-                own = getattr(module, name).detach()
-                assert isinstance(linear, CpuLinear)
-                packed[name] = stacked([linear.pack(one.t() if module.is_transposed else one) for one in own])
+        packed: dict[str, PackedWeight] = {}
+        for name in projections_of(module):
+            weights = self._weights(path, name)
+            if isinstance(weights, PackedWeight):
+                packed[name] = weights
             else:
-                packed[name] = found
-        return PackedExperts(module, packed, CpuExperts())
+                values = weights.transpose(1, 2).contiguous() if module.is_transposed else weights
+                setattr(module, name, nn.Parameter(values.to(self._device), requires_grad=False))
+        if not packed:
+            return None
+        for name in projections_of(module):
+            if name not in packed:
+                own = getattr(module, name).detach()
+                plain = [self._linear.pack(one.t() if module.is_transposed else one) for one in own]
+                if None in plain:
+                    raise ModelError(f"{path}.{name} is not quantised, as the others are; only CPUs compute with both")
+                packed[name] = stacked([one for one in plain if one is not None])
+        return PackedExperts(module, packed, self._linear)
 
-    def _weights(self, path: str, name: str, linear: object) -> PackedWeight | torch.Tensor:
+    def _weights(self, path: str, name: str) -> PackedWeight | torch.Tensor:
         """Of all experts: packed, or `[experts, outputs, inputs]`."""
         count, dtype = self._modules[path].num_experts, getattr(self._modules[path], name).dtype
 
         def read(*, plain: bool) -> PackedWeight | torch.Tensor:
-            found: list[Sequence[PackedWeight | torch.Tensor]] = []
+            found: list[PackedWeight | torch.Tensor] = []
             for expert in range(count):
                 values = self._expert(path, name, expert)
                 if isinstance(values, torch.Tensor):
-                    found.append([values.to(dtype)])
-                elif isinstance(linear, CpuLinear):
-                    found.append([linear.pack_quantised(_plain(one) if plain else one, dtype) for one in values])
+                    found.append(values.to(dtype))
                 else:
-                    raise ModelError(f"{path}.{name} is quantised; quantised experts are computed on CPUs only so far")
+                    parts = [_plain(value) if plain else value for value in values]
+                    found.append(_packed(parts, self._linear, dtype))
             return _together(found)
 
         try:
@@ -86,7 +93,7 @@ class ExpertReader:
                 raise ModelError(f"{path}.{name} has experts that are quantised in different ways") from None
 
     def _expert(self, path: str, name: str, expert: int) -> list[QuantisedWeight] | torch.Tensor:
-        """The weight of one expert, if it is quantised in its parts."""
+        """The weight of one expert, or a rank's share of it, if it is quantised in its parts."""
         module, parts = self._modules[path], self.found[f"{path}.{name}"]
         shape = list(getattr(module, name).shape[1:])
         outputs, inputs = reversed(shape) if module.is_transposed else shape
@@ -97,31 +104,41 @@ class ExpertReader:
                 raise ModelError(f"the weight {one} is {list(value.shape)}, not {[outputs // len(parts), inputs]}")
         if len(parts) > 1 and not getattr(module, "is_concatenated", True):
             values = [_alternating(f"{path}.{expert}", values)]
+        if self._plan is not None and isinstance(cut := self._plan.cuts.get(f"{path}.{name}"), WeightShard):
+            rows = outputs // len(values)
+            cuts = [cut.of_one(module.is_transposed, i * rows, rows) for i in range(len(values))]
+            values = [self._plan.part_of(names[0], *pair) for pair in zip(values, cuts, strict=True)]
         dense = [value for value in values if isinstance(value, torch.Tensor)]
         if len(dense) == len(values):
             return torch.cat(dense)
         if dense:
             raise ModelError(f"{' and '.join(names)} are partly quantised, which is not read")
-        return [as_integers(value) for value in values if isinstance(value, QuantisedWeight)]
+        weights = [value for value in values if isinstance(value, QuantisedWeight)]
+        return [as_integers(weight) for weight in weights] if isinstance(self._linear, CpuLinear) else weights
 
 
-def _together(found: Sequence[Sequence[Any]]) -> PackedWeight | torch.Tensor:
-    """The parts of each expert, as one weight."""
-    kinds = {type(part) for parts in found for part in parts}
-    if kinds == {torch.Tensor}:
-        return torch.stack([parts[0] for parts in found])
-    if kinds != {PackedWeight}:
-        raise ValueError("experts that are partly quantised")
-    whole = [stacked(parts) for parts in zip(*found, strict=True)]
-    if len({None if part.order is None else part.order.numpy().tobytes() for part in whole}) > 1:
+def _packed(parts: Sequence[QuantisedWeight], linear: PackedProduct, dtype: torch.dtype) -> PackedWeight:
+    """Of one expert."""
+    weights = [linear.pack_quantised(part, dtype) for part in parts]
+    if len({None if weight.order is None else tuple(weight.order.tolist()) for weight in weights}) > 1:
         raise ValueError("inputs in different orders")
-    return replace(whole[0], parts=tuple(part for one in whole for part in one.parts))
+    return linear.merged(replace(weights[0], parts=tuple(part for weight in weights for part in weight.parts)))
+
+
+def _together(found: Sequence[PackedWeight | torch.Tensor]) -> PackedWeight | torch.Tensor:
+    """The experts, as one weight."""
+    packed = [weight for weight in found if isinstance(weight, PackedWeight)]
+    dense = [weight for weight in found if isinstance(weight, torch.Tensor)]
+    if packed and dense:
+        raise ValueError("experts that are partly quantised")
+    return stacked(packed) if packed else torch.stack(dense)
 
 
 def _plain(weight: QuantisedWeight) -> QuantisedWeight:
     """With offsets in place of a zero point, with factors, and with an order."""
     changed: dict[str, Any] = {}
-    if weight.offsets is None and weight.super_scales is None and weight.table is None:
+    is_plain = weight.offsets is None and weight.super_scales is None and weight.table is None
+    if is_plain and not weight.codes.is_floating_point():
         changed = {"offsets": (weight.scales.float() * -weight.zero).half(), "zero": 0}
     if weight.factors is None:
         changed["factors"] = torch.ones(weight.shape[0])

@@ -65,14 +65,12 @@ class QuantisedLoader:
             names.setdefault(id(parameter), []).append(name)
         known = checkpoint.names()
         self._mixers = [path for path, part in module.named_modules() if isinstance(part, PackedMixer)]
-        self._experts = ExpertReader(module, checkpoint)
+        self._experts = ExpertReader(module, checkpoint, linear, device, plan)
         found = {
             name: next((first for n in same if (first := unwrapped(n, self._mixers)) in known), None)
             for same in names.values()
             for name in same
         }
-        if plan is not None and self._experts.found:
-            raise ModelError("its experts are quantised, which one rank computes so far; use tensor_parallel_size 1")
         missing = sorted(name for name, source in found.items() if source is None and name not in self._experts.found)
         if missing:
             raise ModelError(f"the checkpoint lacks {len(missing)} weights, {missing[0]} among them")
@@ -111,7 +109,7 @@ class QuantisedLoader:
                 setattr(module, leaf, filled)
                 if isinstance(module, nn.Embedding):
                     self._dense[source] = self._cut(name), filled
-            if (experts := self._experts.read(where, module, self._linear)) is not None:
+            if (experts := self._experts.read(where, module)) is not None:
                 self._module.set_submodule(where, experts)
 
     def _read(self, name: str, source: str, shape: tuple[int, ...]) -> torch.Tensor | QuantisedWeight:
@@ -123,19 +121,7 @@ class QuantisedLoader:
             return value
         if tuple(value.shape) != shape:
             raise ModelError(f"the weight {name} is {list(value.shape)}, not {list(shape)}")
-        if cut is None or not isinstance(value, QuantisedWeight):
-            return value if cut is None else cut.of(value)
-        assert isinstance(cut, WeightShard)  # others are of biases
-        if cut.dim == 0:
-            return value.select(torch.cat([torch.arange(*span) for span in cut.spans]))
-        [span] = cut.spans
-        try:
-            return value.columns(*span)
-        except ValueError as error:
-            size = self._plan.size if self._plan is not None else 1
-            raise ModelError(
-                f"{size} ranks cannot share {name}: {error}; choose another tensor_parallel_size"
-            ) from None
+        return value if self._plan is None else self._plan.part_of(name, value, cut)
 
     def _cut(self, name: str) -> WeightShard | ZeroShard | None:
         return None if self._plan is None else self._plan.cuts.get(unwrapped(name, self._mixers))
@@ -244,7 +230,7 @@ def packed_as(weights: Blanks, linear: PackedProduct) -> Pack:
 
 def embed_as(model: nn.Module, weights: Blanks, linear: PackedProduct) -> None:
     """Replace the embeddings and experts of a module on torch's meta device that have `weights`."""
-    experts_as(model, weights.get)
+    experts_as(model, weights.get, linear)
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding) and path in weights:
             model.set_submodule(path, PackedEmbedding(module, weights[path], linear))

@@ -9,8 +9,9 @@ import pytest
 
 from folio.app.config.checkpoint import rank_faults
 from folio.app.models.builtin import resolve_model
-from tests.app.engine.model.quantised_checkpoints import KINDS, quantised_file, write_quantised
-from tests.conftest import SMALL, MakeCheckpoint
+from tests.app.engine.model.quantised_checkpoints import KINDS, quantised_file, write_mixture, write_quantised
+from tests.app.engine.model.quantised_mixtures import write_mixture_file
+from tests.conftest import EXPERTS, SMALL, MakeCheckpoint
 
 
 @pytest.mark.parametrize(
@@ -49,9 +50,28 @@ def test_checkpoints(kind: str, settings: dict[str, Any], make_checkpoint: MakeC
     assert list(rank_faults(folder, 1)) == []
 
 
-def test_quantised_experts_have_one_rank(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    source = make_checkpoint("mixtral", **SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2})
-    folder, dense = write_quantised(source, "int4", tmp_path)
-    [fault] = rank_faults(folder, 2)
-    assert fault.endswith("are quantised, which one rank can compute: use 1")
+@pytest.mark.parametrize(
+    ("kind", "model", "settings", "fault"),
+    [
+        ("int4", "mixtral", {"num_local_experts": 4}, "96 inputs of block_sparse_moe.experts.w2"),
+        ("fp8", "qwen3_moe", EXPERTS, "32 inputs of mlp.experts.down_proj"),
+        ("nf4", "qwen3_moe", EXPERTS | {"moe_intermediate_size": 64}, ""),
+        ("int8", "qwen2_moe", EXPERTS | {"moe_intermediate_size": 64}, "32 inputs of mlp.shared_expert.down_proj"),
+        ("mxfp4", "gpt_oss", {"num_local_experts": 4}, "96 inputs of mlp.experts.down_proj"),
+        ("mxfp4", "gpt_oss", {"num_local_experts": 4, "intermediate_size": 128}, ""),
+    ],
+)
+def test_experts(
+    kind: str, model: str, settings: dict[str, Any], fault: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    dense, folder = write_mixture(make_checkpoint(model, **SMALL | {"head_dim": 32} | settings), tmp_path, kind)
+    assert not fault or fault in next(rank_faults(folder, 2))
+    assert fault or not any(rank_faults(folder, 2))
     assert list(rank_faults(folder, 1)) == list(rank_faults(dense, 2)) == []
+
+
+def test_experts_of_gguf(tmp_path: Path) -> None:
+    write_mixture_file(tmp_path / "m.gguf", "qwen2moe")
+    folder = Path(resolve_model(str(tmp_path / "m.gguf")))
+    assert list(rank_faults(folder, 2)) == []
+    assert "64 inputs of mlp.experts.down_proj" in next(rank_faults(folder, 4))

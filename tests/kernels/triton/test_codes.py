@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from folio.kernels import CpuLinear, QuantisedWeight, select_packed_product
+from folio.kernels.cpu.ops import PackedWeight
+from folio.kernels.experts import stacked
 from folio.kernels.quantised import Bits
 from tests.kernels.quantised_weights import CASES, random_weight
 
@@ -116,6 +118,62 @@ def test_tiles_fill_the_device_where_they_can() -> None:
             assert -(-outputs // tile.outputs) * -(-rows // tile.rows) >= 0.9 * 128
 
 
+def experts_of(bits: Bits, form: str, count: int, linear: TritonCodes) -> tuple[torch.Tensor, PackedWeight]:
+    """Values `[experts, outputs, inputs]`, float64, and the packed weight: two parts of outputs, the second of another
+    form."""
+    values, packed = [], []
+    for expert in range(count):
+        weight, order = random_weight(bits, form, 37), torch.randperm(512)
+        # Of experts with the same scales, other codes and another order.
+        weight = replace(weight.select(torch.randperm(37)), order=None if weight.order is None else order)
+        other = replace(random_weight(8, "scales", 9), order=weight.order).select(torch.arange(9).roll(expert))
+        values.append(torch.cat([weight.dequantised(), other.dequantised()]).double())
+        parts = [linear.pack_quantised(one, torch.float16) for one in (weight, other)]
+        packed.append(replace(parts[0], parts=parts[0].parts + parts[1].parts))
+    return torch.stack(values), stacked(packed)
+
+
+def check_experts(bits: Bits, form: str, rows: int, count: int, tile: CodeTile | None = None) -> None:
+    torch.manual_seed(0)
+    linear = TritonCodes(DEVICE, tile)
+    values, packed = experts_of(bits, form, count, linear)
+    chosen = torch.randint(1, count, (rows,)).sort().values  # none of the first expert
+    ends = torch.searchsorted(chosen, torch.arange(count), right=True)
+    x, bias = (torch.randn(rows, 512) / 64).half(), torch.randn(count, 46).half()
+    out = linear.by_expert(x.to(DEVICE), packed, ends.to(DEVICE), bias.to(DEVICE)).cpu().double()
+    expected = torch.einsum("ri,roi->ro", x.double(), values[chosen]) + bias[chosen].double()
+    off = ((out - expected).abs().max() / expected.abs().max()).item()
+    assert off <= TOLERANCE[torch.float16], f"{rows} rows: maximum difference {off:.2e}"
+
+
+@pytest.mark.parametrize(("bits", "form"), [(4, "table"), (4, "wide groups"), (6, "nested"), (5, "nested offsets")])
+def test_experts_have_their_rows(bits: Bits, form: str) -> None:
+    """Few rows alone, more in tiles; with orders and factors of each expert."""
+    for rows, count in ((3, 16), (20, 3), (150, 5)):
+        check_experts(bits, form, rows, count)
+
+
+@pytest.mark.parametrize("tile", [ONE_ROW, TILES[16][0], TILES[64][1]], ids=str)
+def test_the_rows_of_experts_fill_as_many_tiles_as_there_are(tile: CodeTile) -> None:
+    """Experts of one row more than a tile, of a whole one, and of one row."""
+    linear, ends = (
+        TritonCodes(DEVICE, tile),
+        torch.tensor([0, 1, 1, tile.rows + 1, 3 * tile.rows + 2, 3 * tile.rows + 3]),
+    )
+    torch.manual_seed(0)
+    values, packed = experts_of(4, "scales", len(ends), linear)
+    x, chosen = (
+        (torch.randn(int(ends[-1]), 512) / 64).half(),
+        torch.arange(len(ends)).repeat_interleave(ends.diff(prepend=torch.zeros(1, dtype=torch.int64))),
+    )
+    out = linear.by_expert(x.to(DEVICE), packed, ends.to(DEVICE)).cpu().double()
+    expected = torch.einsum("ri,roi->ro", x.double(), values[chosen])
+    assert ((out - expected).abs().max() / expected.abs().max()).item() <= TOLERANCE[torch.float16]
+    with pytest.raises(ValueError, match="ends of 5 experts, not 6"):
+        linear.by_expert(x.to(DEVICE), packed, ends[1:].to(DEVICE))
+    assert linear.by_expert(x[:0].to(DEVICE), packed, ends.to(DEVICE)).shape == (0, 46)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 def test_products_in_a_graph() -> None:
@@ -123,10 +181,12 @@ def test_products_in_a_graph() -> None:
     linear, weights = TritonCodes(DEVICE), [random_weight(4, form, 256) for form in ("wide groups", "nested offsets")]
     packed = [linear.pack_quantised(weight, torch.bfloat16) for weight in weights]
     ids = torch.arange(7, device=DEVICE)
+    experts, ends = stacked([packed[1]] * 3), torch.tensor([2, 2, 7], device=DEVICE)
 
     def work() -> list[torch.Tensor]:
         x = linear.rows(packed[1], ids)
-        return [linear(x[:rows], weight) for weight in packed for rows in (1, 7)]
+        by_expert = linear.by_expert(x, experts, ends)
+        return [by_expert, *(linear(x[:rows], weight) for weight in packed for rows in (1, 7))]
 
     expected = work()
     graph = torch.cuda.CUDAGraph()

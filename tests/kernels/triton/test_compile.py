@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from folio.kernels import CacheScales, HeadNorm, Masking, RotaryWrite, VarlenBatch
+from folio.kernels.experts import stacked
 from folio.kernels.provider import AttentionCall, CacheWrite
 from folio.kernels.quantised import Bits, QuantisedWeight
 from folio.vmem.backends.host import HostBackend
@@ -39,7 +40,7 @@ NUM_PROCESSORS = 132
 PROCESSOR_REGISTERS, PROCESSOR_BYTES, PROGRAM_BYTES = 65536, 228 * 1024, 1024  # the last: taken beside a program's own
 PAGE_BYTES = 2 << 20
 THREADS = 128  # of a program of the write kernel
-NUM_SEQS, NUM_BLOCKS = 3, 8
+NUM_SEQS, NUM_BLOCKS, NUM_EXPERTS = 3, 8, 128
 VOCAB_SIZE = 128_256
 NUM_PARTS, NUM_PROCESSES, TIMEOUT_S = 6, 2, 600
 ROOT = Path(__file__).parents[3]
@@ -58,24 +59,25 @@ class Model:
 
 LLAMA = Model(32, 32, 8, 128, Masking(128**-0.5), 131072)  # 3.1 8B: a region's stride does not fit 32 bits
 QWEN = Model(24, 14, 2, 64, Masking(64**-0.5), 32768)  # 2.5 0.5B
+QWEN_MOE = Model(48, 32, 4, 64, Masking(128**-0.5), 32768)  # 3 30B-A3B; heads of half the size: inputs of experts
 GEMMA = Model(21, 16, 8, 256, Masking(1 / 16, window_left=4095, softcap=50.0), 8192)  # 2 9B, layers with a window
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate", "product", "codes", "rows", "round",
-    "eight bits", "choose", "penalise" or "replace".
+    """A call of "write", "copy", "decode", "prefill", "rotary", "norm", "gate", "product", "codes", "experts", "rows",
+    "round", "eight bits", "choose", "penalise" or "replace".
 
     Attributes:
         block_tokens: of the block-table view, 0 for as many as `plan_layout` chooses; None is the region view.
-        num_queries: of the longest sequence, or the rows of a product.
+        num_queries: of the longest sequence, or the rows of a product, or of an expert on average.
         normed: heads are normed before their rotation, or the residual is added before a norm.
         offset: elements by which the caches' addresses are shifted.
         dependent: programmatic dependent launch.
         tuning: of the decode kernel.
         programs: the least that a processor must hold at once.
         bits: of a quantised weight.
-        form: of `random_weight`; "floats": codes are floats.
+        form: of `random_weight`; "floats": codes are floats; "experts": of a product in 8 bits.
     """
 
     call: str
@@ -98,7 +100,7 @@ class Shape:
         view = "region" if self.block_tokens is None else f"{self.kind} blocks {self.block_tokens or 'planned'}"
         work = (
             f"{self.num_queries} queries"
-            if self.call in ("prefill", "product", "codes", "eight bits")
+            if self.call in ("prefill", "product", "codes", "experts", "eight bits")
             else f"{self.num_splits} splits"
         )
         work += f", {self.tuning}" if self.call == "decode" else f", {self.bits} bits {self.form}" if self.form else ""
@@ -142,6 +144,15 @@ CODES = tuple(
     Shape("codes", LLAMA, num_queries=rows, programs=programs, bits=bits, form=form)
     for rows, programs, bits, form in FORMS
 )
+EXPERT_FORMS: tuple[tuple[int, int, Bits, str], ...] = (
+    *((rows, programs, 4, "table") for rows, programs in ((1, 8), (16, 5), (64, 2), (256, 1))),
+    *((rows, programs, 4, "nested offsets") for rows, programs in ((1, 8), (16, 5))),
+    *((rows, programs, 8, "floats") for rows, programs in ((1, 8), (16, 4), (256, 2))),
+)
+EXPERTS = tuple(
+    Shape("experts", QWEN_MOE, num_queries=rows, programs=programs, bits=bits, form=form)
+    for rows, programs, bits, form in EXPERT_FORMS
+)
 # With one scale of an output in int8, and one of each slab in float8. The small model's tiles have 32 outputs, of which
 # a warp group's instructions would need 64.
 INT8 = torch.int8
@@ -149,6 +160,10 @@ EIGHT_BITS = tuple(
     Shape("eight bits", model, num_queries=rows, programs=programs, bits=8, cache_dtype=dtype)
     for model, rows, programs in ((LLAMA, 17, 3), (LLAMA, 64, 2), (LLAMA, 256, 1), (QWEN, 17, 5), (QWEN, 256, 2))
     for dtype in (INT8, FP8)
+)
+EIGHT_BIT_EXPERTS = tuple(
+    Shape("eight bits", QWEN_MOE, num_queries=rows, programs=programs, bits=8, cache_dtype=FP8, form="experts")
+    for rows, programs in ((17, 3), (256, 1))
 )
 SHAPES = (
     Shape("write", LLAMA),
@@ -171,9 +186,11 @@ SHAPES = (
     Shape("product", QWEN, num_queries=16),
     Shape("product", LLAMA, num_queries=16, dependent=True),
     *CODES,
+    *EXPERTS,
     Shape("round", LLAMA, cache_dtype=INT8),
     Shape("round", LLAMA, cache_dtype=FP8),
     *EIGHT_BITS,
+    *EIGHT_BIT_EXPERTS,
     Shape("rows", LLAMA, bits=6, form="nested"),
     Shape("rotary", LLAMA, 16, normed=True, dependent=True),
     Shape("norm", LLAMA, normed=True, dependent=True),
@@ -303,12 +320,14 @@ def _complaints(shape: Shape, compiled: Compiled) -> list[str]:
             wrong.append(f"copies by {sorted(compiled.copies)} bytes, and stores by {sorted(compiled.stores)}")
         if compiled.shared * 2 > SHARED_BYTES and shape.num_queries <= 16:
             wrong.append(f"{compiled.shared} bytes of shared memory leave no room for a second program")
-    elif shape.call in ("codes", "rows"):
+    elif shape.call in ("codes", "experts", "rows"):
         if 16 not in {*compiled.copies, *compiled.loads}:
             wrong.append(f"copies codes by {sorted(compiled.copies)} bytes, and loads them by {sorted(compiled.loads)}")
     elif shape.call == "eight bits":
         name = "s8.s8" if shape.cache_dtype == INT8 else "e4m3.e4m3"
-        if shape.model is LLAMA and not all("wgmma" in n and n.endswith(name) for n in compiled.tensor_cores or [""]):
+        if shape.model is not QWEN and not all(
+            "wgmma" in n and n.endswith(name) for n in compiled.tensor_cores or [""]
+        ):
             wrong.append(f"multiplies by {compiled.tensor_cores}")
         if compiled.copies.get(16, 0) < 4 or min(compiled.copies) < 4:
             wrong.append(f"copies by {sorted(compiled.copies)} bytes")
@@ -397,7 +416,7 @@ def _accesses(ptx: str, operation: str) -> dict[int, int]:
 
 
 def _call_eight_bits(shape: Shape) -> None:
-    from folio.kernels.triton.code_tiles import EIGHT_BIT_TILES, choose_tile
+    from folio.kernels.triton.code_tiles import EIGHT_BIT_TILES, choose_expert_tile, choose_tile
     from folio.kernels.triton.codes import TritonCodes
     from folio.kernels.triton.eight_bits import EightBitProduct, RoundedRows
 
@@ -405,15 +424,43 @@ def _call_eight_bits(shape: Shape) -> None:
     if shape.call == "round":
         EightBitProduct().round(torch.empty(rows, inputs, dtype=shape.dtype), shape.cache_dtype)
         return
-    outputs, slabs, all_rows = 4 * inputs if shape.model is LLAMA else inputs, inputs // 128, -(-rows // 128) * 128
+    outputs = 4 * inputs if shape.model is LLAMA else inputs
+    tile = choose_tile(rows, outputs, NUM_PROCESSORS, EIGHT_BIT_TILES)
     weight = _floats(outputs, inputs)
     if shape.cache_dtype == INT8:
         codes, one = torch.zeros(outputs, inputs, dtype=torch.uint8), torch.ones(outputs, 1).half()
         weight = QuantisedWeight(codes, 8, inputs, one, zero=128)
-    [part] = TritonCodes(torch.device("cpu")).pack_quantised(weight, shape.dtype).parts
+    packed = TritonCodes(torch.device("cpu")).pack_quantised(weight, shape.dtype)
+    ends: torch.Tensor | None = None
+    if shape.form == "experts":
+        packed, ends = stacked([packed] * NUM_EXPERTS), torch.zeros(NUM_EXPERTS, dtype=torch.int64)
+        rows *= NUM_EXPERTS
+        tile = choose_expert_tile(rows, NUM_EXPERTS, outputs, NUM_PROCESSORS, EIGHT_BIT_TILES)
+    slabs, all_rows = inputs // 128, -(-rows // 128) * 128
     x = RoundedRows(torch.empty(all_rows, slabs, 128, dtype=shape.cache_dtype), torch.empty(slabs, all_rows), rows)
-    product = EightBitProduct(choose_tile(rows, outputs, NUM_PROCESSORS, EIGHT_BIT_TILES))
-    product(x, part, None, torch.empty(rows, outputs, dtype=shape.dtype))
+    EightBitProduct(tile)(x, packed.parts[0], None, torch.empty(rows, outputs, dtype=shape.dtype), ends)
+
+
+def _call_codes(shape: Shape) -> None:
+    from folio.kernels.triton.code_tiles import choose_expert_tile, choose_tile
+    from folio.kernels.triton.codes import TritonCodes
+
+    rows, size = shape.num_queries, shape.model.num_q_heads * shape.model.dim  # of outputs of attention
+    if shape.call == "experts":
+        rows *= NUM_EXPERTS if rows > 1 else 1
+        tile = choose_expert_tile(rows, NUM_EXPERTS, size, NUM_PROCESSORS)
+    else:
+        tile = choose_tile(rows, size, NUM_PROCESSORS)
+    linear, x = TritonCodes(torch.device("cpu"), tile), torch.empty(rows, size, dtype=shape.dtype)
+    floats = shape.form == "floats"
+    weight = _floats(size, size) if floats else random_weight(shape.bits, shape.form, size, size)
+    packed = linear.pack_quantised(replace(weight, order=None), shape.dtype)
+    if shape.call == "rows":
+        linear.rows(packed, torch.zeros(NUM_SEQS, dtype=torch.int64))
+    elif shape.call == "experts":
+        linear.by_expert(x, stacked([packed] * NUM_EXPERTS), torch.zeros(NUM_EXPERTS, dtype=torch.int64))
+    else:
+        linear(x, packed)
 
 
 def _floats(outputs: int, inputs: int) -> QuantisedWeight:
@@ -423,8 +470,6 @@ def _floats(outputs: int, inputs: int) -> QuantisedWeight:
 
 def _call(shape: Shape) -> None:
     from folio.kernels.triton.cache import copy_blocks, prepare_write
-    from folio.kernels.triton.code_tiles import choose_tile as choose_code_tile
-    from folio.kernels.triton.codes import TritonCodes
     from folio.kernels.triton.decode import TUNINGS, SplitDecode
     from folio.kernels.triton.elementwise import TritonElementwise
     from folio.kernels.triton.penalties import penalise
@@ -453,18 +498,8 @@ def _call(shape: Shape) -> None:
         tile = choose_tile(num_outputs, NUM_PROCESSORS)
         TritonProduct(dependent=shape.dependent, tile=tile)(x, weight, x[0, :1].expand(num_outputs).contiguous())
         return
-    if shape.call in ("codes", "rows"):  # of outputs of attention
-        size = model.num_q_heads * model.dim
-        linear = TritonCodes(torch.device("cpu"), choose_code_tile(shape.num_queries, size, NUM_PROCESSORS))
-        if shape.form == "floats":
-            quantised = _floats(size, size)
-        else:
-            quantised = replace(random_weight(shape.bits, shape.form, size, size), order=None)
-        packed = linear.pack_quantised(quantised, shape.dtype)
-        if shape.call == "rows":
-            linear.rows(packed, torch.zeros(NUM_SEQS, dtype=torch.int64))
-        else:
-            linear(torch.empty(shape.num_queries, size, dtype=shape.dtype), packed)
+    if shape.call in ("codes", "experts", "rows"):
+        _call_codes(shape)
         return
     if shape.call in ("round", "eight bits"):
         _call_eight_bits(shape)

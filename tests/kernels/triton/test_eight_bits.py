@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from folio.kernels import QuantisedWeight, quantise
+from folio.kernels.experts import stacked
 from folio.kernels.quantised import Bits
 from tests.kernels.quantised_weights import random_weight
 
@@ -84,6 +85,33 @@ def test_every_tile_cuts_the_last_rows_and_outputs(tile: CodeTile) -> None:
     torch.manual_seed(0)
     for dtype in DTYPES:
         check(weight_of(dtype, tile.outputs + 5, 256, 128), tile.rows + 3, torch.float16, tile)
+
+
+@pytest.mark.skipif(LACKS_FP8, reason="no tensor cores for 8-bit floats")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [ALL_INPUTS, 128])
+def test_experts_have_their_rows(dtype: torch.dtype, group: int) -> None:
+    """From the mean of rows on that others are rounded at; one has none, and the last tile ends behind all rows."""
+    torch.manual_seed(0)
+    linear, ends = TritonCodes(DEVICE), torch.tensor([5, 5, 40, 3 * LEAST_ROWS + 100])
+    weights = [weight_of(dtype, 40, 300, group, factors=torch.rand(40)) for _ in ends]
+    packed = stacked([linear.pack_quantised(weight, torch.float16) for weight in weights])
+    rows = int(ends[-1])
+    x, bias = (torch.randn(rows, 300) / 8).half(), torch.randn(len(ends), 40).half()
+    out = linear.by_expert(x.to(DEVICE), packed, ends.to(DEVICE), bias.to(DEVICE)).cpu().double()
+    values = values_of(EightBitProduct().round(x.to(DEVICE), packed.parts[0].codes.dtype), 300)
+    counts = ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
+    expected = torch.cat(
+        [
+            part @ weight.dequantised().double().T + one.double()
+            for part, weight, one in zip(values.split(counts), weights, bias, strict=True)
+        ]
+    )
+    off = ((out - expected).abs().max() / expected.abs().max()).item()
+    assert off <= TOLERANCE[torch.float16] + (HOPPER if CUDA else 0), f"maximum difference {off:.2e}"
+    few = linear.by_expert(x[:5].to(DEVICE), packed, torch.full((4,), 5, device=DEVICE)).cpu().double()
+    exact = x[:5].double() @ weights[0].dequantised().double().T
+    assert ((few - exact).norm() / exact.norm()).item() < 1e-3, "few rows are not rounded"
 
 
 def test_many_tiles_of_rows() -> None:

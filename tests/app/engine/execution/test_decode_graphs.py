@@ -550,11 +550,12 @@ def test_a_real_device_gives_the_same_tokens_with_graphs(
 
 
 @on_gpu
-def test_experts_on_a_real_device_are_replayed(checkpoint: MakeCheckpoint) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_experts_on_a_real_device_are_replayed(quantization: str, checkpoint: MakeCheckpoint) -> None:
     """In bfloat16: torch's product over experts reads their counts on the host in others, which is refused. Padded
     products are rounded in another way there, so that an output may leave the other at a near tie."""
     folder = checkpoint("gpt_oss")
-    shared = {"device": "cuda", "kv_memory_bytes": 1 << 30, "dtype": "bfloat16"}
+    shared = {"device": "cuda", "kv_memory_bytes": 1 << 30, "dtype": "bfloat16", "quantization": quantization}
     expected = generate(folder, decode_graphs="off", **shared)
     actual = generate(folder, decode_graphs="on", capture=True, **shared)
     equal = [

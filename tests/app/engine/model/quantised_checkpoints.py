@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.model.loader import load_model
-from folio.kernels import quantise
+from folio.app.engine.tensor_parallel.communicator import Communicator, MemoryCommunicator
+from folio.kernels import quantise, shared_group_bytes
 from tests.app.models.gguf.files import Tensor, dense, tiny_llama, write_gguf
 from tests.app.models.quantised.packing import AWQ_ORDER, NF4_CONFIG, NF4_LEVELS, nf4_state, words
 
@@ -110,9 +113,9 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Quantised], dict[str, object]]] 
 ROUNDED = {"awq": 0.01, "fp8": 0.1, "nf4": 0.1}
 
 
-def load(folder: Path, **settings: Any) -> Any:
+def load(folder: Path, comm: Communicator | None = None, **settings: Any) -> Any:
     config = EngineConfig(**{"model": str(folder), "dtype": "float32", "skip_tokenizer_init": True} | settings)
-    module = load_model(config.on_device("cpu")).module
+    module = load_model(config.on_device("cpu"), comm).module
     module.set_attn_implementation("eager")
     return module
 
@@ -121,6 +124,19 @@ def load(folder: Path, **settings: Any) -> Any:
 def logits_of(module: Any) -> torch.Tensor:
     found: torch.Tensor = module(input_ids=torch.arange(3, 90)[None], use_cache=False).logits[0]
     return found
+
+
+def logits_of_ranks(folder: Path, size: int, **settings: Any) -> torch.Tensor:
+    """Those of rank 0, of ranks that are threads."""
+    memory = mmap.mmap(-1, shared_group_bytes(size))
+
+    def run(rank: int) -> torch.Tensor:
+        comm = MemoryCommunicator(memory, rank, size)
+        return logits_of(load(folder, comm, tensor_parallel_size=size, **settings))
+
+    with ThreadPoolExecutor(size) as pool:
+        rank_0, *_ = pool.map(run, range(size), timeout=120)
+    return rank_0
 
 
 def write_quantised(source: Path, kind: str, folder: Path) -> tuple[Path, Path]:
@@ -144,6 +160,45 @@ def write_quantised(source: Path, kind: str, folder: Path) -> tuple[Path, Path]:
         (folder / name / "config.json").write_text(json.dumps(content))
         save_file(weights, folder / name / "model.safetensors", metadata={"format": "pt"})
     return folder / "packed", folder / "dense"
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """`[experts, inputs, outputs]` in gpt-oss's blocks, and dequantised."""
+    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    values = weight.float().transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (values.abs().amax(-1) / 6).log2().ceil()
+    scaled = values / torch.exp2(exponents)[..., None]
+    codes = (scaled[..., None] - table).abs().argmin(-1)
+    found = (table[codes] * torch.exp2(exponents)[..., None]).flatten(2).transpose(1, 2)
+    blocks = codes[..., ::2] | codes[..., 1::2] << 4
+    return {"_blocks": blocks.to(torch.uint8), "_scales": (exponents + 127).to(torch.uint8)}, found
+
+
+def write_mixture(source: Path, folder: Path, kind: str) -> tuple[Path, Path]:
+    """Folders of the dequantised and of the quantised model."""
+    dense, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    packed: dict[str, torch.Tensor] = {}
+    quantisation: dict[str, Any] = {"quant_method": "mxfp4"}
+    for name, tensor in list(dense.items()):
+        stem, _, leaf = name.rpartition(".")
+        if kind == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+            tensors, dense[name] = mxfp4(tensor)
+            packed |= {name + ending: part for ending, part in tensors.items()}
+        elif kind != "mxfp4" and leaf == "weight" and (".experts." in name or "_proj." in name):
+            quantise, quantisation = KINDS[kind]
+            tensors, dense[name] = quantise(tensor.float())
+            packed |= {f"{stem}.{part}": value for part, value in tensors.items()}
+        else:
+            packed[name] = tensor
+    for path, content, weights in (
+        (folder / "dense", config, dense),
+        (folder / "packed", config | {"quantization_config": quantisation}, packed),
+    ):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(content))
+        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(contiguous, path / "model.safetensors", metadata={"format": "pt"})
+    return folder / "dense", folder / "packed"
 
 
 def block_tensor(values: torch.Tensor, bits: Literal[4, 8]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
@@ -13,7 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from folio.app.config.engine import EngineConfig
@@ -25,7 +23,7 @@ from folio.app.errors import ModelError
 from folio.app.models.quantised.share import Share
 from folio.app.models.weights.store import WeightStore
 from folio.kernels import CpuLinear, QuantisedWeight, quantise
-from tests.app.engine.model.quantised_checkpoints import KINDS, ROUNDED, load, logits_of
+from tests.app.engine.model.quantised_checkpoints import KINDS, ROUNDED, load, logits_of, logits_of_ranks, write_mixture
 from tests.conftest import EXPERTS, SMALL, MakeCheckpoint
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,51 +35,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | {"head_dim": 32, "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "mlp_only_layers": [], "layer_types": ["full_attention"]}
+# Of an expert: two ranks have whole groups of them.
+WIDE = {"moe_intermediate_size": 64, "intermediate_size": 64}
 
 
 @pytest.fixture(autouse=True)
 def products() -> None:
     if reason := CpuLinear().unsupported(torch.float32):
         pytest.skip(reason)
-
-
-def mxfp4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """`[experts, inputs, outputs]` in gpt-oss's blocks, and dequantised."""
-    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    values = weight.float().transpose(1, 2).unflatten(2, (-1, 32))
-    exponents = (values.abs().amax(-1) / 6).log2().ceil()
-    scaled = values / torch.exp2(exponents)[..., None]
-    codes = (scaled[..., None] - table).abs().argmin(-1)
-    found = (table[codes] * torch.exp2(exponents)[..., None]).flatten(2).transpose(1, 2)
-    blocks = codes[..., ::2] | codes[..., 1::2] << 4
-    return {"_blocks": blocks.to(torch.uint8), "_scales": (exponents + 127).to(torch.uint8)}, found
-
-
-def written(source: Path, folder: Path, kind: str) -> tuple[Path, Path]:
-    """Folders of the dequantised and of the quantised model."""
-    dense, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
-    packed: dict[str, torch.Tensor] = {}
-    quantisation: dict[str, Any] = {"quant_method": "mxfp4"}
-    for name, tensor in list(dense.items()):
-        stem, _, leaf = name.rpartition(".")
-        if kind == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
-            tensors, dense[name] = mxfp4(tensor)
-            packed |= {name + ending: part for ending, part in tensors.items()}
-        elif kind != "mxfp4" and leaf == "weight" and (".experts." in name or "_proj." in name):
-            quantise, quantisation = KINDS[kind]
-            tensors, dense[name] = quantise(tensor.float())
-            packed |= {f"{stem}.{part}": value for part, value in tensors.items()}
-        else:
-            packed[name] = tensor
-    for path, content, weights in (
-        (folder / "dense", config, dense),
-        (folder / "packed", config | {"quantization_config": quantisation}, packed),
-    ):
-        path.mkdir()
-        (path / "config.json").write_text(json.dumps(content))
-        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
-        save_file(contiguous, path / "model.safetensors", metadata={"format": "pt"})
-    return folder / "dense", folder / "packed"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +59,7 @@ def test_logits_are_those_of_the_dequantised_experts(
     model: str, kind: str, checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
     name, settings = MODELS[model]
-    dense, packed = written(checkpoint(name, **settings), tmp_path, kind)
+    dense, packed = write_mixture(checkpoint(name, **settings), tmp_path, kind)
     expected = load(dense)
     for dtype, bound in (("float32", ROUNDED.get(kind, 1e-5)), ("bfloat16", 0.2)):
         actual = load(packed, dtype=dtype)
@@ -134,6 +96,46 @@ def test_experts_are_quantised_at_load(model: str, bits: Literal[4, 8], checkpoi
         torch.testing.assert_close(packed(x, chosen, weights), experts(x, chosen, weights), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("model", "kind"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "gptq"), ("qwen3_moe", "fp8"), ("mixtral", "awq")]
+)
+@torch.inference_mode()
+def test_products_of_cuda(
+    model: str, kind: str, checkpoint: MakeCheckpoint, triton_products: None, tmp_path: Path
+) -> None:
+    """From the checkpoint, and from the stored file of the first start; float8 stays what it is."""
+    name, settings = MODELS[model]
+    dense, packed = write_mixture(checkpoint(name, **settings | ONE_LAYER), tmp_path, kind)
+    [(path, experts)] = experts_of(load(dense))
+    x, chosen, shares = torch.randn(9, 64).bfloat16(), torch.randint(0, 4, (9, 2)), torch.rand(9, 2)
+    expected, found = experts(x.float(), chosen, shares), []
+    config = EngineConfig(model=str(packed), skip_tokenizer_init=True).on_device("cpu")
+    for _ in range(2):
+        loaded = load_model(config, weights=WeightStore(tmp_path / "weights"))
+        module: Any = loaded.module.get_submodule(path)
+        products = [product for product in module.children() if isinstance(product, ExpertProduct)]
+        parts = [part for product in products for part in product.packed.parts]
+        assert {part.codes.is_floating_point() for part in parts} == {kind == "fp8"}
+        found.append(module(x, chosen, shares.bfloat16()).float())
+        assert loaded.weights is not None
+        loaded.weights.close()
+    assert torch.equal(*found)
+    assert (difference := _difference(found[0], expected)) < 0.02, f"relative difference {difference:.1e}"
+
+
+@torch.inference_mode()
+def test_quantised_at_load_on_cuda(checkpoint: MakeCheckpoint, triton_products: None) -> None:
+    """In groups of 128."""
+    name, settings = MODELS["qwen3_moe"]
+    folder = checkpoint(name, **settings | ONE_LAYER)
+    [(path, experts)] = experts_of(load(folder))
+    packed = load(folder, dtype="bfloat16", quantization="int8").get_submodule(path)
+    x, chosen, shares = torch.randn(9, 64).bfloat16(), torch.randint(0, 4, (9, 2)), torch.rand(9, 2)
+    assert isinstance(packed, PackedExperts)
+    difference = _difference(packed(x, chosen, shares.bfloat16()), experts(x.float(), chosen, shares))
+    assert difference < 0.03, f"relative difference {difference:.1e}"
+
+
 class Weights(dict[str, torch.Tensor | QuantisedWeight]):
     """A checkpoint."""
 
@@ -144,13 +146,24 @@ class Weights(dict[str, torch.Tensor | QuantisedWeight]):
         return self[name]
 
 
-def test_ranks_refuse_packed_experts(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    kind, sizes = MODELS["mixtral"]
-    _, packed = written(checkpoint(kind, **sizes), tmp_path, "int4")
-    config = EngineConfig(model=str(packed), dtype="float32", skip_tokenizer_init=True, tensor_parallel_size=2)
-    comm: Any = SimpleNamespace(rank=0, size=2)
-    with pytest.raises(ModelError, match="experts are quantised, which one rank computes so far"):
-        load_model(config.on_device("cpu"), comm)
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [("gpt_oss", "mxfp4"), ("gpt_oss", "int8 at load"), *(("qwen3_moe", kind) for kind in ("fp8", "awq", "nf4"))],
+)
+def test_ranks_have_their_share(model: str, kind: str, checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    name, settings = MODELS[model]
+    folder, more = checkpoint(name, **settings | WIDE), {"quantization": "int8"}
+    if kind != "int8 at load":
+        (_, folder), more = write_mixture(folder, tmp_path, kind), {}
+    expected, found = logits_of(load(folder, **more)), logits_of_ranks(folder, 2, **more)
+    assert (difference := _difference(found, expected)) < 1e-5, f"relative difference {difference:.1e}"
+
+
+def test_groups_that_a_share_would_cut_are_named(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    name, settings = MODELS["mixtral"]
+    _, packed = write_mixture(checkpoint(name, **settings), tmp_path, "int4")
+    with pytest.raises(ModelError, match=r"2 ranks cannot share model.layers.0.mlp.experts.0.down_proj.weight: inputs"):
+        load(packed, SimpleNamespace(rank=0, size=2), tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
@@ -177,8 +190,7 @@ def test_gates_and_ups_apart(model: str, checkpoint: MakeCheckpoint) -> None:
     x, chosen, shares = torch.randn(9, 64), torch.randint(0, 4, (9, 2)), torch.rand(9, 2)
     expected = module(x, chosen, shares)
     holder = nn.ModuleDict({"experts": module})
-    reader = ExpertReader(holder, weights)
-    packed = reader.read(path, module, CpuLinear())
+    packed = ExpertReader(holder, weights, CpuLinear(), torch.device("cpu")).read(path, module)
     assert packed is not None
     torch.testing.assert_close(packed(x, chosen, shares), expected, rtol=1e-3, atol=1e-4)
 
@@ -191,7 +203,7 @@ def test_stored_files_have_them(model: str, kind: str, checkpoint: MakeCheckpoin
     name, settings = MODELS[model]
     folder, more = checkpoint(name, **settings), {"quantization": "int8"}
     if kind in ("mxfp4", "gptq"):
-        (_, folder), more = written(folder, tmp_path, kind), {}
+        (_, folder), more = write_mixture(folder, tmp_path, kind), {}
     config = EngineConfig(model=str(folder), skip_tokenizer_init=True, **more).on_device("cpu")  # type: ignore[arg-type]
     with ExitStack() as undo:
         found = []

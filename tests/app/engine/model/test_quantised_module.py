@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from folio.app.config.engine import EngineConfig, ResolvedConfig
 from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.layers.linear import PackedEmbedding, PackedLinear
-from folio.app.engine.model import checkpoint_module, loader, stored_module
+from folio.app.engine.model import checkpoint_module, stored_module
 from folio.app.engine.model.loader import LoadedModel, load_config, load_model
 from folio.app.errors import ConfigError, ModelError
 from folio.app.models.builtin import resolve_model
@@ -32,14 +32,6 @@ IDS = torch.arange(3, 80)[None]
 def products() -> None:
     if reason := CpuLinear().unsupported(torch.float32):
         pytest.skip(reason)
-
-
-@pytest.fixture
-def triton_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of CUDA, in Triton's interpreter: models that are loaded from now on have them."""
-    codes = pytest.importorskip("folio.kernels.triton.codes")
-    monkeypatch.setattr(checkpoint_module, "select_packed_product", codes.TritonCodes)
-    monkeypatch.setattr(loader, "run_in_one_call", lambda _: 0)  # of CPUs
 
 
 def config_of(path: Path, **settings: Any) -> ResolvedConfig:
@@ -165,9 +157,8 @@ def test_codes_of_8_bits_on_cuda(
         ({"dtype": "float16"}, True),
         ({"dtype": "float32"}, False),
         ({"quantization": "int4"}, False),
-        ({"experts": 4}, False),
-        ({"experts": 4, "device": "cpu"}, True),
-        ({"experts": 4, "device": "cpu", "tensor_parallel_size": 2}, False),
+        ({"tensor_parallel_size": 2}, True),
+        ({"device": "cpu"}, True),
         ({"dtype": "float16", "device": "cpu"}, False),
     ],
     ids=str,
@@ -179,7 +170,6 @@ def test_where_floats_of_8_bits_stay_packed(
     packed, _ = write_quantised(checkpoint("llama", num_hidden_layers=1), "fp8", tmp_path)
     given = dict(settings)
     device, hf_config = given.pop("device", "cuda"), load_config(str(packed), weights=False)
-    hf_config.num_experts = given.pop("experts", 0)
     config = EngineConfig(model=str(packed), skip_tokenizer_init=True, **given).on_device(device)
     assert (checkpoint_module.find_quantised(config, hf_config) is not None) == stays
 

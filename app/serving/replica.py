@@ -130,9 +130,8 @@ class EngineReplica:
     def __init__(
         self, shelf: ShelfConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
     ) -> None:
-        # Imported here, in the replica: Serve's controller and the process that builds the application import this
-        # module, too, and would take seconds to import torch and transformers.
-        gc.disable()  # a million objects come to stay, which full collections would look through again and again
+        # Imports of seconds, not for Serve's controller and the application's builder, which import this module, too.
+        gc.disable()  # a million objects come to stay, which need no collections
         from folio.app.engine.schedule.load_report import MOST_KEYS
         from folio.app.serving.tp_actors import actors_of_this_replica
         from folio.app.shelf.shelf import Shelf

@@ -86,31 +86,33 @@ class QuantisedLoader:
         for where, module in list(self._module.get_submodule(path).named_modules(prefix=path)):
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 name = f"{where}.{leaf}" if where else leaf
-                if not parameter.is_meta or name in self._experts.found:
-                    continue
-                source = self._names[name]
-                if source in self._embeddings:
-                    continue  # a tied output layer
-                if (tied := self._dense.get(source)) is not None and self._cut(name) == tied[0]:
-                    setattr(module, leaf, tied[1])
-                    continue
-                value = self._read(name, source, tuple(parameter.shape))
-                if isinstance(value, QuantisedWeight):
-                    if isinstance(module, nn.Embedding):
-                        self._embed(where, module, source, value)
-                        continue
-                    if leaf == "weight" and type(module) is nn.Linear:
-                        packed = self._linear.pack_quantised(value, parameter.dtype)
-                        self._sources[name] = packed
-                        value = self._linear.rows(packed, torch.arange(value.shape[0], device=self._device))
-                    else:
-                        value = value.dequantised()
-                filled = nn.Parameter(value.to(self._device, parameter.dtype), requires_grad=False)
-                setattr(module, leaf, filled)
-                if isinstance(module, nn.Embedding):
-                    self._dense[source] = self._cut(name), filled
+                if not parameter.is_meta or name in self._experts.found or self._names[name] in self._embeddings:
+                    continue  # the last: a tied output layer
+                self._fill_parameter(where, module, leaf, parameter)
             if (experts := self._experts.read(where, module)) is not None:
                 self._module.set_submodule(where, experts)
+
+    def _fill_parameter(self, path: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> None:
+        name = f"{path}.{leaf}" if path else leaf
+        source, cut = self._names[name], self._cut(name)
+        if (tied := self._dense.get(source)) is not None and cut == tied[0]:
+            setattr(module, leaf, tied[1])
+            return
+        value = self._read(name, source, tuple(parameter.shape))
+        if isinstance(value, QuantisedWeight):
+            if isinstance(module, nn.Embedding):
+                self._embed(path, module, source, value)
+                return
+            if leaf == "weight" and type(module) is nn.Linear:
+                packed = self._linear.pack_quantised(value, parameter.dtype)
+                self._sources[name] = packed
+                value = self._linear.rows(packed, torch.arange(value.shape[0], device=self._device))
+            else:
+                value = value.dequantised()
+        filled = nn.Parameter(value.to(self._device, parameter.dtype), requires_grad=False)
+        setattr(module, leaf, filled)
+        if isinstance(module, nn.Embedding):
+            self._dense[source] = cut, filled
 
     def _read(self, name: str, source: str, shape: tuple[int, ...]) -> torch.Tensor | QuantisedWeight:
         """A weight, or the rank's part of it."""

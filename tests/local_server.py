@@ -67,7 +67,8 @@ def _replica_context(name: str) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "get_replica_context", lambda: context)
         for module in (ingress_module, replica_module):
-            patch.setattr(module, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
+            stub = dict.fromkeys(("collect", "freeze", "disable", "enable"), lambda: 0)
+            patch.setattr(module, "gc", SimpleNamespace(**stub))
             patch.setattr(module, "configure_logs", lambda: None)
         patch.setattr(tp_actors, "actors_of_this_replica", lambda: None)
         yield patch

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "codes.h"
+#include "matrix_tiles.h"
 #include "product.h"
 #include "team.h"
 #include "weight.h"
@@ -33,6 +34,11 @@ int64_t panel_bytes(const ProductWeight& weight, int64_t rows) {
 // panels: of `panel_bytes`.
 template <typename T>
 void multiply(Team& team, const ProductWeight& weight, const T* x, ProductResult out, void* panels, int64_t rows) {
+#if defined(FOLIO_MATRIX_TILES)
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (weight.parts->bits && rows >= tiles::kLeastRows && tiles::available())
+      return tiles::multiply(team, weight, x, out, panels, rows);
+#endif
   if (weight.parts->bits) return codes::multiply(team, weight, x, out, panels, rows);
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   if constexpr (kNativeProduct<T>)

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from folio.kernels.compilations import note_compilation, num_compilations
-from folio.kernels.cpu.build import has_matrix_tiles
 from folio.kernels.errors import KernelError
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ __all__ = [
     "SharedGroup",
     "VarlenBatch",
     "flash_attn_with_kvcache",
-    "has_matrix_tiles",
     "note_compilation",
     "num_compilations",
     "quantise",

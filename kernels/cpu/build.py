@@ -203,11 +203,6 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "folio"
 
 
-def has_matrix_tiles() -> bool:
-    """True if the processor multiplies bfloat16 matrices in tiles (AMX), several times faster than in vectors."""
-    return "amx_bf16" in _cpu_flags().split()
-
-
 def _cpu_flags() -> str:
     """The processor's features, on which `-march=native` depends."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

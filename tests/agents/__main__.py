@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from tests.agents import script
@@ -169,21 +169,25 @@ class Run:
         environment |= {"HOME": str(self._home), "PATH": ":".join([*map(str, PATHS), os.environ["PATH"]])}
         environment |= {"NO_PROXY": "127.0.0.1", "TERM": "dumb", "LANG": "C.UTF-8"}
         command = self.agent.command(prompt, model, url, again)
-        process = subprocess.Popen(
-            command,
-            cwd=self.work,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            output, status = process.communicate(timeout=_TIMEOUT_S)[0], process.returncode
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            output, status = process.communicate()[0], None
-        return Turn(status, _COLOUR.sub("", output.decode(errors="replace")))
+        with TemporaryFile() as output:  # not a pipe: what an agent leaves behind would keep it open
+            process = subprocess.Popen(
+                command,
+                cwd=self.work,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status: int | None = process.wait(_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+                status = None
+            output.seek(0)
+            printed = output.read().decode(errors="replace")
+        return Turn(status, _COLOUR.sub("", printed))
 
     def _expect(self, turn: Turn, text: str) -> str:
         return "passed" if turn.status == 0 and turn.says(text) else self._failure(turn)

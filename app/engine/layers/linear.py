@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from folio.app.compat.torch import onednn_linear, onednn_pack, onednn_supports
 from folio.app.engine.layers.fusion import FusedAttention
-from folio.kernels import CpuLinear, FewRowProduct, KernelError, PackedProduct, has_matrix_tiles, quantise
+from folio.kernels import CpuLinear, FewRowProduct, KernelError, PackedProduct, quantise
 from folio.kernels.cpu.ops import PackedWeight
 
 logger = logging.getLogger(__name__)
@@ -108,10 +108,9 @@ def choose_product(dtype: torch.dtype, *, movable: bool = False) -> Product | No
         reason = linear.unsupported(dtype)
     except KernelError as error:
         reason = str(error)
-    if reason is None and (movable or not (dtype == torch.bfloat16 and has_matrix_tiles())):
+    if reason is None:
         return Product(linear.pack, linear)
-    if reason is not None:
-        logger.info("Folio's own matrix kernel does not run with %s: %s", dtype, reason)
+    logger.info("Folio's own matrix kernel does not run with %s: %s", dtype, reason)
     if onednn_supports(dtype) and not movable:
         return onednn_product()
     logger.warning(

@@ -133,8 +133,7 @@ def load_model(
 
     Args:
         comm: collectives of a rank that loads only its share of the model. Loading does not use them; forwards do.
-        weights: store of the tensors, which can then be unmapped; for one rank. oneDNN's packed weights, which are the
-            fastest for bfloat16 on processors with AMX, cannot move: Folio's own products are used.
+        weights: store of the tensors, which can then be unmapped; for one rank.
 
     Raises:
         ConfigError: a setting does not fit the machine or the model.

@@ -27,7 +27,7 @@ constexpr bool kNativeProduct =
 // Bytes of the packed rows of a product.
 template <typename T>
 int64_t panel_bytes(const ProductWeight& weight, int64_t rows) {
-  return 4 * (weight.parts->bits ? codes::panel_words<T>(rows, weight.inputs) : rows * (weight.inputs + 1));
+  return 4 * (weight.parts->bits ? codes::panel_words<T>(rows, weight.inputs) : rows * (weight.inputs + 31));
 }
 
 // The product of x [rows, inputs] and the weight. x: the same values in all threads, at one address or at several.
@@ -36,7 +36,7 @@ template <typename T>
 void multiply(Team& team, const ProductWeight& weight, const T* x, ProductResult out, void* panels, int64_t rows) {
 #if defined(FOLIO_MATRIX_TILES)
   if constexpr (std::is_same_v<T, BFloat16>)
-    if (weight.parts->bits && rows >= tiles::kLeastRows && tiles::available())
+    if (rows >= (weight.parts->bits ? tiles::kLeastRowsOfCodes : tiles::kLeastRows) && tiles::available())
       return tiles::multiply(team, weight, x, out, panels, rows);
 #endif
   if (weight.parts->bits) return codes::multiply(team, weight, x, out, panels, rows);

@@ -1,12 +1,13 @@
-// Products of many bfloat16 rows with quantised weights, on processors with matrix tiles (AMX).
+// Products of many bfloat16 rows, on processors with matrix tiles (AMX).
 //
-// 32 outputs are widened to bfloat16 once, for as many rows as an item has, and multiplied 32 rows × 32 outputs at a
-// time in four tiles, whose sums are in float32. Rows are not rounded to 8 or 16 bits as in `codes::multiply`, but the
-// weights are rounded to bfloat16. A result depends neither on other rows nor on the number of threads, as long as
-// both times there are enough rows for tiles.
+// Up to 32 rows × 32 outputs are multiplied at a time in four tiles, whose sums are in float32. Codes are widened to
+// bfloat16, scales and offsets included, into the form that `product.h` has in memory, once for many panels of rows;
+// so rows need not be rounded to 8 or 16 bits as in codes.h. A result depends neither on other rows nor on the number of
+// threads, as long as both times there are enough rows for tiles.
 #pragma once
 
 #include "codes.h"
+#include "product.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__x86_64__)
 #define FOLIO_MATRIX_TILES
@@ -19,13 +20,12 @@ namespace folio::tiles {
 
 using codes::kTile;
 
-constexpr int64_t kSlab = codes::kSlab;
-
-constexpr int64_t kLeastRows = 16;    // fewer are faster in vectors
+constexpr int64_t kSlab = codes::kSlab, kPairs = kSlab / 2;
+constexpr int64_t kLeastRows = 6, kLeastRowsOfCodes = 16;  // fewer are faster in vectors
 constexpr int64_t kItemPanels = 16;   // multiplied with a widened weight
-constexpr int64_t kAtOnce = 2;        // tiles of outputs, and of rows
-constexpr int64_t kSide = kAtOnce * 16;  // outputs, and most rows of a panel
-constexpr int64_t kTileBytes = 1024;  // 16 rows × 32 inputs, or 32 inputs × 16 outputs, in bfloat16
+constexpr int64_t kSide = 32;         // outputs, and most rows of a panel
+constexpr int64_t kPairBytes = kSide * 4, kSlabBytes = kPairs * kPairBytes;  // of a weight [pair of inputs][32][2]
+static_assert(kSide == native::kTile);
 
 // Whether the processor has tiles and the system lets this process use them.
 inline bool available() {
@@ -39,7 +39,7 @@ inline bool available() {
   return result;
 }
 
-// The slab of a tile in bfloat16, [pair of inputs][output][2].
+// The slab of a tile in bfloat16, a half of `kSlabBytes`.
 template <int kBits, bool kTable>
 void widen_slab(const codes::Tile<kBits>& tile, int64_t slab, char* to) {
   using namespace codes;
@@ -61,7 +61,7 @@ void widen_slab(const codes::Tile<kBits>& tile, int64_t slab, char* to) {
       };
       const auto join = [&](int row, __m512i first, __m512i second) {
         const __m512i joined = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(first, 16), second);
-        _mm512_storeu_si512(to + row * kVector, joined);
+        _mm512_storeu_si512(to + row * kPairBytes, joined);
       };
       join(2 * i, rounded(_mm512_slli_epi32(bits, 15)), rounded(_mm512_slli_epi32(bits, 7)));
       join(2 * i + 1, rounded(_mm512_srli_epi32(bits, 1)), rounded(_mm512_srli_epi32(bits, 9)));
@@ -69,7 +69,7 @@ void widen_slab(const codes::Tile<kBits>& tile, int64_t slab, char* to) {
   }
 }
 
-// sums [num_rows][32 outputs]. x: [slab][num_rows][32], 2 to 32 rows; weights: [slab][2] tiles.
+// sums [num_rows][32 outputs]. x: [slab][num_rows][32], 2 to 32 rows; weights: [slab] of `kSlabBytes`.
 __attribute__((target("amx-tile,amx-bf16"))) inline void multiply_panel(const BFloat16* x, int64_t num_rows,
                                                                         const char* weights, int64_t slabs, float* sums) {
   const int64_t upper = (num_rows + 1) / 2;
@@ -84,11 +84,11 @@ __attribute__((target("amx-tile,amx-bf16"))) inline void multiply_panel(const BF
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t slab = 0; slab < slabs; slab++, x += num_rows * kSlab, weights += kAtOnce * kTileBytes) {
+  for (int64_t slab = 0; slab < slabs; slab++, x += num_rows * kSlab, weights += kSlabBytes) {
     _tile_loadd(4, x, 64);
-    _tile_loadd(6, weights, 64);
+    _tile_loadd(6, weights, kPairBytes);
     _tile_loadd(5, x + upper * kSlab, 64);
-    _tile_loadd(7, weights + kTileBytes, 64);
+    _tile_loadd(7, weights + kPairBytes / 2, kPairBytes);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
@@ -102,7 +102,28 @@ __attribute__((target("amx-tile,amx-bf16"))) inline void multiply_panel(const BF
   _tile_release();  // so that the system need not save them
 }
 
-// Like `codes::multiply`, for at least `kLeastRows` rows.
+// 32 outputs of a part from the i-th 32 on, as slabs; `room` has them unless memory has.
+inline const char* slabs_of(const WeightPart& part, int64_t i, int64_t inputs, std::vector<char>& room) {
+  const int64_t slabs = (inputs + kSlab - 1) / kSlab, pairs = (inputs + 1) / 2;
+  const char* const stored = static_cast<const char*>(part.codes) + i * pairs * kPairBytes;
+  if (!part.bits && pairs % kPairs == 0) return stored;
+  room.resize(std::max<size_t>(room.size(), slabs * kSlabBytes));
+  if (!part.bits) {
+    std::memcpy(room.data(), stored, pairs * kPairBytes);
+    std::memset(room.data() + pairs * kPairBytes, 0, slabs * kSlabBytes - pairs * kPairBytes);
+    return room.data();
+  }
+  codes::with_form(part, [&](auto bits, auto table) {
+    for (int64_t t = 0; t < std::min<int64_t>(2, codes::tiles_of(part) - 2 * i); t++) {
+      const codes::Tile<bits> tile(part, 2 * i + t, slabs);
+      for (int64_t slab = 0; slab < slabs; slab++)
+        widen_slab<bits, table>(tile, slab, room.data() + slab * kSlabBytes + t * kPairBytes / 2);
+    }
+  });
+  return room.data();
+}
+
+// Like `codes::multiply`, for at least as many rows as above.
 inline void multiply(Team& team, const ProductWeight& weight, const BFloat16* x, ProductResult out, void* panels,
                      int64_t rows) {
   const int64_t inputs = weight.inputs, outputs = weight.outputs, slabs = (inputs + kSlab - 1) / kSlab;
@@ -130,26 +151,18 @@ inline void multiply(Team& team, const ProductWeight& weight, const BFloat16* x,
     int64_t i = item % num_items, start = 0;
     const WeightPart* part = weight.parts;
     for (; i >= items_of(*part); part++) i -= items_of(*part), start += part->outputs;
-    static thread_local std::vector<char> widened;
-    widened.resize(std::max<size_t>(widened.size(), slabs * kAtOnce * kTileBytes));
-    const int64_t tiles = std::min(kAtOnce, codes::tiles_of(*part) - i * kAtOnce);
-    codes::with_form(*part, [&](auto bits, auto table) {
-      for (int64_t t = 0; t < tiles; t++) {
-        const codes::Tile<bits> tile(*part, i * kAtOnce + t, slabs);
-        for (int64_t slab = 0; slab < slabs; slab++)
-          widen_slab<bits, table>(tile, slab, widened.data() + (slab * kAtOnce + t) * kTileBytes);
-      }
-    });
+    static thread_local std::vector<char> room;
+    const char* const weights = slabs_of(*part, i, inputs, room);
     for (int64_t panel = begin; panel < end; panel++) {
       alignas(64) float sums[kSide][kSide];
       const int64_t first = first_row(panel), count = first_row(panel + 1) - first;
-      multiply_panel(panel_at(panel), count, widened.data(), slabs, sums[0]);
-      for (int64_t t = 0; t < tiles; t++) {
-        const int64_t lane = i * kSide + t * kTile, left = std::min<int64_t>(kTile, part->outputs - lane);
+      multiply_panel(panel_at(panel), count, weights, slabs, sums[0]);
+      for (int64_t lane = i * kSide; lane < std::min((i + 1) * kSide, part->outputs); lane += kTile) {
+        const int64_t left = std::min<int64_t>(kTile, part->outputs - lane);
         const Vec factor = part->factors ? load_some(part->factors + lane, left) : broadcast(1.0f);
         const Vec offset = weight.bias ? load_some(static_cast<const BFloat16*>(weight.bias) + start + lane, left) : Vec{};
         for (int64_t r = 0; r < count; r++)
-          put<BFloat16>(out, load(sums[r] + t * kTile) * factor + offset, (first + r) * outputs + start + lane, left);
+          put<BFloat16>(out, load(sums[r] + lane % kSide) * factor + offset, (first + r) * outputs + start + lane, left);
       }
     }
   });

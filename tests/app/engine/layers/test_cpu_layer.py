@@ -45,12 +45,8 @@ def test_which_layers_run_in_one_call(
 @pytest.mark.parametrize(
     "settings", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_view": "region"}], ids=str
 )
-def test_same_tokens(
-    checkpoint: MakeCheckpoint, name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_tokens(checkpoint: MakeCheckpoint, name: str, settings: dict[str, Any]) -> None:
     """Prefills meet decodes, in both views, over windows and norms of heads."""
-    # Products that oneDNN would take.
-    monkeypatch.setattr("folio.app.engine.layers.linear.has_matrix_tiles", lambda: False)
     if not has_layers(torch.bfloat16 if "dtype" in settings else torch.float32):
         pytest.skip("no layers in one call here")
     prompts = [tokens(length, seed) for seed, length in enumerate((1, 17, 129, 300))]

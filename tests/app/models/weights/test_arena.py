@@ -202,9 +202,6 @@ def test_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As without an arena; after each time that the weights were unmapped; and from the file of another process."""
-    monkeypatch.setattr(
-        "folio.app.engine.layers.linear.has_matrix_tiles", lambda: False
-    )  # their products' weights cannot move
     model_type, of_model = ALL[name]
     if name == "qwen2":
         of_model = of_model | {"tie_word_embeddings": True}

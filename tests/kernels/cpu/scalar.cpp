@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <numeric>
 #include <random>
 
 namespace {
@@ -119,17 +120,20 @@ struct Weight {
     part.zero = zero, part.every = every, part.has_offsets = width == 2;
   }
 
-  // x [rows, inputs]; rounded to 8 bits where the kernel rounds it.
+  // x [rows, inputs]; rounded to 8 bits where the kernel rounds it so: where the largest value is not above the mean.
   Numbers product(const Numbers& x) const {
     const int64_t rows = x.size() / inputs;
     Numbers out;
     for (int64_t r = 0; r < rows; r++) {
       Numbers row;
       for (int64_t i = 0; i < inputs; i++) row.push_back(x[r * inputs + (order.empty() ? i : order[i])]);
+      std::vector<float> most((inputs + 31) / 32);  // of less than `kPackedSlabs` slabs
+      for (int64_t i = 0; i < inputs; i++) most[i / 32] = std::max(most[i / 32], std::fabs(static_cast<float>(row[i])));
+      const float mean = std::accumulate(most.begin(), most.end(), 0.0f) / static_cast<float>(most.size());
       for (int64_t begin = 0; bits && kDtype<T> && begin < inputs; begin += 32) {
         const int64_t end = std::min(inputs, begin + 32);
-        float largest = 0.0f;
-        for (int64_t i = begin; i < end; i++) largest = std::max(largest, std::fabs(static_cast<float>(row[i])));
+        const float largest = most[begin / 32];
+        if (largest > mean) continue;  // 16 bits
         const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
         for (int64_t i = begin; i < end; i++)
           row[i] = static_cast<double>(std::nearbyintf(static_cast<float>(row[i]) * inverse)) * (largest / 127.0f);
@@ -158,7 +162,7 @@ void check_products(int64_t outputs, int64_t inputs, int bits, typename Weight<T
     const std::vector<T> x = random<T>(rows * inputs);
     std::vector<T> out(rows * outputs);
     std::vector<char> panels(folio_linear_panel_bytes(kDtype<T>, &weight.weight, rows));
-    folio_linear(kDtype<T>, &weight.weight, x.data(), out.data(), panels.data(), rows);
+    folio_linear(kDtype<T>, &weight.weight, x.data(), out.data(), kRounded, panels.data(), rows);
     const std::string what = std::to_string(bits) + " bits, form " + std::to_string(form) + ", rows";
     compare(what.c_str(), static_cast<int>(rows), out, weight.product(widened(x)), kDtype<T> ? 5e-3 : 1e-5);
   }

@@ -26,6 +26,9 @@ constexpr int64_t kItemPanels = 16;   // multiplied with a widened weight
 constexpr int64_t kSide = 32;         // outputs, and most rows of a panel
 constexpr int64_t kPairBytes = kSide * 4, kSlabBytes = kPairs * kPairBytes;  // of a weight [pair of inputs][32][2]
 static_assert(kSide == native::kTile);
+struct alignas(64) CacheLine {
+  char bytes[64];
+};
 
 // Whether the processor has tiles and the system lets this process use them.
 inline bool available() {
@@ -103,24 +106,25 @@ __attribute__((target("amx-tile,amx-bf16"))) inline void multiply_panel(const BF
 }
 
 // 32 outputs of a part from the i-th 32 on, as slabs; `room` has them unless memory has.
-inline const char* slabs_of(const WeightPart& part, int64_t i, int64_t inputs, std::vector<char>& room) {
+inline const char* slabs_of(const WeightPart& part, int64_t i, int64_t inputs, std::vector<CacheLine>& room) {
   const int64_t slabs = (inputs + kSlab - 1) / kSlab, pairs = (inputs + 1) / 2;
   const char* const stored = static_cast<const char*>(part.codes) + i * pairs * kPairBytes;
   if (!part.bits && pairs % kPairs == 0) return stored;
-  room.resize(std::max<size_t>(room.size(), slabs * kSlabBytes));
+  room.resize(std::max<size_t>(room.size(), slabs * kSlabBytes / sizeof(CacheLine)));
+  char* const to = room.data()->bytes;
   if (!part.bits) {
-    std::memcpy(room.data(), stored, pairs * kPairBytes);
-    std::memset(room.data() + pairs * kPairBytes, 0, slabs * kSlabBytes - pairs * kPairBytes);
-    return room.data();
+    std::memcpy(to, stored, pairs * kPairBytes);
+    std::memset(to + pairs * kPairBytes, 0, slabs * kSlabBytes - pairs * kPairBytes);
+    return to;
   }
   codes::with_form(part, [&](auto bits, auto table) {
     for (int64_t t = 0; t < std::min<int64_t>(2, codes::tiles_of(part) - 2 * i); t++) {
       const codes::Tile<bits> tile(part, 2 * i + t, slabs);
       for (int64_t slab = 0; slab < slabs; slab++)
-        widen_slab<bits, table>(tile, slab, room.data() + slab * kSlabBytes + t * kPairBytes / 2);
+        widen_slab<bits, table>(tile, slab, to + slab * kSlabBytes + t * kPairBytes / 2);
     }
   });
-  return room.data();
+  return to;
 }
 
 // Like `codes::multiply`, for at least as many rows as above.
@@ -151,7 +155,7 @@ inline void multiply(Team& team, const ProductWeight& weight, const BFloat16* x,
     int64_t i = item % num_items, start = 0;
     const WeightPart* part = weight.parts;
     for (; i >= items_of(*part); part++) i -= items_of(*part), start += part->outputs;
-    static thread_local std::vector<char> room;
+    static thread_local std::vector<CacheLine> room;
     const char* const weights = slabs_of(*part, i, inputs, room);
     for (int64_t panel = begin; panel < end; panel++) {
       alignas(64) float sums[kSide][kSide];

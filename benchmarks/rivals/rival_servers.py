@@ -78,7 +78,7 @@ def described(folder: Path = FOLDER) -> str:
 def running(
     checkpoint: Path, rivals: Sequence[str] = tuple(RIVALS), folder: Path = FOLDER
 ) -> Iterator[dict[str, Running]]:
-    """Start the installed ones of these rivals on a checkpoint; yields them by name."""
+    """Start those of these rivals that are installed and can convert a checkpoint; yields them by name."""
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as started:
         there: dict[str, Running] = {}
         for rival in rivals:
@@ -87,10 +87,14 @@ def running(
                 print(f"{rival} is not measured: {name} is not installed in {folder}")
                 continue
             port = free_port()
-            if name == VLLM:
-                command, environment = _vllm(checkpoint, port, folder)
-            else:
-                command, environment = _openvino(checkpoint, weights, port, folder, Path(scratch, rival)), {}
+            try:
+                if name == VLLM:
+                    command, environment = _vllm(checkpoint, port, folder)
+                else:
+                    command, environment = _openvino(checkpoint, weights, port, folder, Path(scratch, rival)), {}
+            except subprocess.CalledProcessError:
+                print(f"{rival} is not measured: it cannot convert this model, see above")
+                continue
             there[rival] = started.enter_context(server(rival, command, port, environment))
         yield there
 

@@ -103,6 +103,13 @@ def test_infinity_and_nan_are_seen(linear: CpuLinear, rows: int) -> None:
         assert not out[1].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_inputs_may_have_another_order(linear: CpuLinear, dtype: torch.dtype) -> None:
+    weight = replace(random_weight(4, "offsets", 40), order=torch.randperm(INPUTS))
+    for rows in (1, 9, 40):
+        check(linear, [weight], dtype, rows)
+
+
 @pytest.mark.parametrize("bits", LEAST_GROUP)
 def test_many_rows_depend_on_no_other_rows(linear: CpuLinear, bits: Bits) -> None:
     packed = linear.pack_quantised(random_weight(bits, "scales", 50), torch.bfloat16)

@@ -116,6 +116,7 @@ class RankGroup:
                 self._links = list(listener.accept(2, self._num_peers, self.check_alive))
             self._post(bytes([RankOrder.CONNECT]), answered=True)
             self._links[STEPS].collect()  # all have started, and join next
+        self.check_alive()  # of a group that has ended nobody was asked, and nobody joins
         shared.close()
         here = processes.on_one_machine
         self._comm = join(

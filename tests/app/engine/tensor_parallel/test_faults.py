@@ -181,6 +181,23 @@ def test_peers_are_killed_before_the_shared_file_is_closed(folder: Path) -> None
     assert shared_files() == before
 
 
+def test_a_peer_lost_before_it_is_asked_to_join(folder: Path) -> None:
+    """Rank 0 waited for it at the rendezvous, for a minute."""
+
+    class Lost(ThreadRanks):
+        def run(self, specs: Sequence[RankSpec]) -> None:
+            super().run(specs)
+            until(lambda: all(worker.stopping.is_set() for worker in self.workers) and self.workers, DEADLINE_S)
+
+        def is_alive(self, peer: int) -> bool:
+            return not self.workers
+
+    start = time.monotonic()
+    with pytest.raises(UnavailableError, match="rank 1 died"):
+        Engine(config(folder), Lost)
+    assert time.monotonic() - start < limits.JOIN_TIMEOUT_S / 2
+
+
 def test_ranks_that_cannot_be_started(folder: Path) -> None:
     def fail(_: int) -> Any:
         raise ConfigError("there is no room")

@@ -24,8 +24,9 @@ class ThreadRanks:
 
     def run(self, specs: Sequence[RankSpec]) -> None:
         for peer, spec in enumerate(specs):
-            self._threads[peer] = threading.Thread(target=self._work, args=(spec,), daemon=True)
-            self._threads[peer].start()
+            thread = threading.Thread(target=self._work, args=(spec,), daemon=True)
+            thread.start()
+            self._threads[peer] = thread  # now: until it is started it is not alive
 
     def is_alive(self, peer: int) -> bool:
         thread = self._threads[peer]

@@ -16,6 +16,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cstdio>
+
 namespace folio::tiles {
 
 using codes::kTile;
@@ -37,7 +39,9 @@ inline bool available() {
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kNeeded) != kNeeded) return false;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return true;
+    std::fputs("folio: the system refuses matrix tiles (AMX) to this process; products of many rows are slower\n", stderr);
+    return false;
   }();
   return result;
 }

@@ -19,6 +19,7 @@ from folio.app.engine import LLM, SamplingParams
 Prompts = Sequence[list[int]]
 
 _TIMEOUT_S = 1200.0
+_SETTLED_S = 2.0  # before a measurement: vLLM's threads spin for a second after its last request
 
 
 def folio_rate(llm: LLM, prompts: Prompts, new_tokens: int, **settings: Any) -> float:
@@ -100,6 +101,7 @@ class Server:
 
         async with httpx.AsyncClient(base_url=self.url, timeout=_TIMEOUT_S) as client:
             models = (await client.get("/v1/models")).raise_for_status().json()
+            await asyncio.sleep(_SETTLED_S)
             fixed = {"model": models["data"][0]["id"], "max_tokens": new_tokens, "ignore_eos": True, "temperature": 0}
             start = time.perf_counter()
             answers = await asyncio.gather(

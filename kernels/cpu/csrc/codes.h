@@ -171,10 +171,12 @@ struct Tile {
 };
 
 // Rows of a panel in codes of 8 or 16 bits: of each slab [word][row] of the upper 8 bits, a row's scale, the sums of the
-// codes of each half of the slab, whether any row has 16, and then [word][row] of the lower 8, signed like the upper.
+// codes of each half of the slab, how many rows have 16, first of the first four and then of the others, and at last
+// [word][row] of the lower 8, signed like the upper.
 struct RoundedRows {
   static constexpr int kScale = kWords, kSums = kScale + 1, kLong = kSums + 2, kLower = kLong + 1;
   static constexpr int kSlabWords = kLower + kWords;
+  static constexpr int kLongRows = 4;  // that get the lower bits together: not all rows of a panel, if few have them
   typedef int32_t Value;
 };
 // Unrounded rows: of each slab [input][row], then the sums of each half.
@@ -238,7 +240,8 @@ void pack_rows(const T* x, int32_t* panel, int64_t count, int64_t inputs, const 
   const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   float largest[kPackedSlabs];
   Vec halves[2];
-  for (int64_t slab = begin; slab < end; slab++) panel[(slab * Rows::kSlabWords + Rows::kLong) * count] = 0;
+  for (int64_t slab = begin; slab < end; slab++)
+    std::fill_n(panel + (slab * Rows::kSlabWords + Rows::kLong) * count, count, 0);
   for (int64_t r = 0; r < count; r++) {
     float total = 0.0f;
     for (int64_t slab = begin; slab < end; slab++) {
@@ -253,9 +256,7 @@ void pack_rows(const T* x, int32_t* panel, int64_t count, int64_t inputs, const 
       const bool is_long = most > mean;
       const float levels = is_long ? 127.0f * 256.0f : 127.0f, inverse = most > 0.0f ? levels / most : 0.0f;
       load_slab(x + r * inputs, inputs, order, slab, halves);
-      const float nothing = 0.0f * sum_lanes(halves[0] + halves[1]);  // NaN if a value is infinite or NaN
-      // A slab of 8 bits has the units of 16, times 256, beside a row of 16.
-      const float scale = most / (127.0f * 256.0f) + nothing;
+      float sum = 0.0f;  // NaN if a value is infinite or NaN
       for (int h = 0; h < 2; h++) {
         const Vec code = (halves[h] * inverse + magic) - magic;
         const Vec upper = is_long ? ((code + 0.5f) * (1.0f / 256.0f) + magic) - magic : code;
@@ -269,10 +270,14 @@ void pack_rows(const T* x, int32_t* panel, int64_t count, int64_t inputs, const 
         };
         put(upper, 0);
         put(lower, Rows::kLower);
-        to[(Rows::kSums + h) * count + r] = static_cast<int32_t>(sum_lanes(upper * 256.0f + lower));
+        const float codes = sum_lanes(upper * 256.0f + lower);
+        to[(Rows::kSums + h) * count + r] = static_cast<int32_t>(codes);
+        sum += codes;
       }
+      // A slab of 8 bits has the units of 16, times 256, beside a row of 16.
+      const float scale = most / (127.0f * 256.0f) + 0.0f * sum;
       std::memcpy(to + Rows::kScale * count + r, &scale, sizeof scale);
-      if (is_long) to[Rows::kLong * count] = 1;
+      to[Rows::kLong * count + r / Rows::kLongRows] += is_long;
     }
   }
 }
@@ -287,6 +292,11 @@ template <int kBits, bool kTable, int kRows>
 void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, Floats* sums) {
   constexpr int kHalves = Tile<kBits>::kHalves, kHalfWords = kWords / kHalves;
   [[maybe_unused]] constexpr bool kWide = kBits == 8 || kTable;  // codes of the whole byte
+  constexpr int kLongRows = RoundedRows::kLongRows;
+  static_assert(kPanelRows <= 2 * kLongRows);
+  constexpr std::integral_constant<int, 0> kNone;
+  constexpr std::integral_constant<int, kLongRows> kMiddle;
+  constexpr std::integral_constant<int, kRows> kAll;
   const uint8_t* codes = tile.codes;
   const int32_t zero = kTable ? 128 : tile.part.zero;
 #if defined(FOLIO_UNSIGNED_DOT)
@@ -304,8 +314,8 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
       // The sums of a row's codes in this half, or of the whole slab.
       const int32_t* const totals = x + (RoundedRows::kSums + h) * kRows;
       Ints dots[kRows] = {}, odd[kRows] = {};
-      // Adds the products with the words of the upper or the lower bits.
-      const auto add_products = [&](const int32_t* words) {
+      // Adds the products of rows `from` … `to` - 1 with the words of the upper or the lower bits.
+      const auto add_products = [&](const int32_t* words, auto from, auto to) {
 #if defined(__AVX2__) && !defined(FOLIO_UNSIGNED_DOT)
         Shorts shorts[kRows];
         constexpr int kInShorts = kWide ? 1 : words_in_shorts(kBits) < kHalfWords ? words_in_shorts(kBits) : kHalfWords;
@@ -316,17 +326,17 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
           if constexpr (kTable) w = looked_up(w, tile.part.table);
           const int32_t* const values = words + (h * kHalfWords + i) * kRows;
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-          Ints* const to = kRows <= kOwnRows && i % 2 ? odd : dots;  // two chains take half the latency of one
+          Ints* const chain = kRows <= kOwnRows && i % 2 ? odd : dots;  // two chains take half the latency of one
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; r++)
-            to[r] = (Ints)_mm512_dpbusd_epi32((__m512i)to[r], (__m512i)w, _mm512_set1_epi32(values[r]));
+          for (int r = from; r < to; r++)
+            chain[r] = (Ints)_mm512_dpbusd_epi32((__m512i)chain[r], (__m512i)w, _mm512_set1_epi32(values[r]));
 #elif defined(__AVX2__)
           if constexpr (kWide) w ^= Bytes{} + 128;
 #if defined(__AVX512BW__)
           const __m512i ones = _mm512_set1_epi16(1), magnitude = _mm512_abs_epi8((__m512i)w);
           const __mmask64 negative = _mm512_movepi8_mask((__m512i)w);
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; r++) {
+          for (int r = from; r < to; r++) {
             __m512i value = _mm512_set1_epi32(values[r]);
             if (kWide) value = _mm512_mask_sub_epi8(value, negative, _mm512_setzero_si512(), value);
             const Shorts pairs = (Shorts)_mm512_maddubs_epi16(kWide ? magnitude : (__m512i)w, value);
@@ -336,7 +346,7 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
 #else
           const __m256i ones = _mm256_set1_epi16(1), magnitude = _mm256_abs_epi8((__m256i)w);
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; r++) {
+          for (int r = from; r < to; r++) {
             __m256i value = _mm256_set1_epi32(values[r]);
             if (kWide) value = _mm256_sign_epi8(value, (__m256i)w);
             const Shorts pairs = (Shorts)_mm256_maddubs_epi16(kWide ? magnitude : (__m256i)w, value);
@@ -347,10 +357,10 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
 #elif defined(__ARM_FEATURE_DOTPROD)
           if constexpr (kWide) w ^= Bytes{} + 128;
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; r++)
+          for (int r = from; r < to; r++)
             dots[r] = (Ints)vdotq_s32((int32x4_t)dots[r], (int8x16_t)w, (int8x16_t)vdupq_n_s32(values[r]));
 #else
-          for (int r = 0; r < kRows; r++) {
+          for (int r = from; r < to; r++) {
             int8_t four[4];
             std::memcpy(four, values + r, 4);
             for (int lane = 0; lane < kNative; lane++)
@@ -359,10 +369,17 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
 #endif
         }
       };
-      add_products(x);
+      add_products(x, kNone, kAll);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) dots[r] = (dots[r] + odd[r]) << 8, odd[r] = Ints{};
-      if (x[RoundedRows::kLong * kRows]) add_products(x + RoundedRows::kLower * kRows);
+      const int32_t *const any_long = x + RoundedRows::kLong * kRows, *const lower = x + RoundedRows::kLower * kRows;
+      if constexpr (kRows > kLongRows) {
+        if (any_long[0] && any_long[1]) add_products(lower, kNone, kAll);
+        else if (any_long[0]) add_products(lower, kNone, kMiddle);
+        else if (any_long[1]) add_products(lower, kMiddle, kAll);
+      } else if (any_long[0]) {
+        add_products(lower, kNone, kAll);
+      }
       const Floats scale = tile.scale(slab, h, 0);
       const Floats offset = tile.part.has_offsets ? tile.scale(slab, h, 1) : Floats{};
       const float* const of_rows = reinterpret_cast<const float*>(x) + RoundedRows::kScale * kRows;

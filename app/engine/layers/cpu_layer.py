@@ -6,6 +6,7 @@ the next layer reads it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -139,7 +140,27 @@ def run_in_one_call(model: nn.Module) -> int:
             one_call: Any = LayerInOneCall(attention, weights, step)
             layer.one_call = one_call
             num_layers += 1
+    if num_layers:
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] == "rotary_emb":
+                _run_in_one_thread(module)
     return num_layers
+
+
+def _run_in_one_thread(rotary: Any) -> None:
+    """MKL shares even one token's cosines among torch's threads, which then spin on the cores of the layers' own."""
+    forward = rotary.forward
+
+    @functools.wraps(forward)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.set_num_threads(num_threads)
+
+    rotary.forward = alone
 
 
 def _weights(layer: Any) -> LayerWeights | None:

@@ -40,6 +40,25 @@ def test_which_layers_run_in_one_call(
     assert found == (layers if has_layers(torch.float32) else 0)
 
 
+def test_angles_are_computed_by_one_thread(checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's other threads would spin on the cores of the layers' own: a stream had three quarters of its speed."""
+    if not has_layers(torch.float32):
+        pytest.skip("no layers in one call here")
+    seen: list[int] = []
+    cos = torch.Tensor.cos
+    monkeypatch.setattr(torch.Tensor, "cos", lambda x: seen.append(torch.get_num_threads()) or cos(x))
+    config = EngineConfig(model=str(checkpoint("llama")), skip_tokenizer_init=True)
+    rotary = load_model(config.on_device("cpu")).module.model.rotary_emb
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen.clear()
+        rotary(torch.zeros(1, 1, 8), torch.zeros(1, 1, dtype=torch.int64))
+        assert (seen, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.thirds
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize(

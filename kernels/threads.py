@@ -14,27 +14,29 @@ import torch
 
 
 @functools.cache
-def _openmp() -> Any:
-    """The library of torch's teams; `None` if it has another one. `torch.set_num_threads` would also change threads
-    that begin later."""
+def _setters() -> tuple[Any, Any]:
+    """What sets this thread's number of threads in OpenMP and in MKL; `None` if torch has other libraries.
+    `torch.set_num_threads` would also change threads that begin later, and MKL's of all threads."""
     library = ctypes.CDLL(torch._C.__file__)
-    return library if hasattr(library, "omp_set_num_threads") else None
+    return getattr(library, "omp_set_num_threads", None), getattr(library, "MKL_Set_Num_Threads_Local", None)
 
 
-def _use_threads(count: int) -> None:
-    if (library := _openmp()) is not None:
-        library.omp_set_num_threads(count)
+def _use_threads(count: int, of_mkl: int) -> int:
+    """Set this thread's number of threads, MKL's apart (0: as for the whole process); return MKL's before."""
+    set_openmp, set_mkl = _setters()
+    if set_openmp is not None:
+        set_openmp(count)
+    return 0 if set_mkl is None else int(set_mkl(of_mkl))
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Within the context this thread computes torch's operations alone."""
-    before = torch.get_num_threads()
-    _use_threads(1)
+    before, of_mkl = torch.get_num_threads(), _use_threads(1, 1)
     try:
         yield
     finally:
-        _use_threads(before)
+        _use_threads(before, of_mkl)
 
 
 def each(work: Callable[[int], None], items: Sequence[int]) -> None:
@@ -50,6 +52,6 @@ def each(work: Callable[[int], None], items: Sequence[int]) -> None:
             for item in items:
                 work(item)
         return
-    with ThreadPoolExecutor(count, initializer=_use_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(count, initializer=_use_threads, initargs=(1, 1)) as pool:
         for _ in pool.map(run, items):
             pass

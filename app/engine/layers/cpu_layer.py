@@ -6,7 +6,6 @@ the next layer reads it.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from folio.kernels.cpu.layer import (
 )
 from folio.kernels.cpu.ops import CpuRotaryWrite, PackedWeight
 from folio.kernels.cpu.provider import CpuAttend
+from folio.kernels.threads import one_thread
 
 
 class LayerStep:
@@ -143,24 +143,9 @@ def run_in_one_call(model: nn.Module) -> int:
     if num_layers:
         for name, module in model.named_modules():
             if name.rpartition(".")[2] == "rotary_emb":
-                _run_in_one_thread(module)
+                # Torch's other threads, woken even for one token's cosines, would spin on the cores of the layers' own.
+                module.forward = one_thread()(module.forward)
     return num_layers
-
-
-def _run_in_one_thread(rotary: Any) -> None:
-    """MKL shares even one token's cosines among torch's threads, which then spin on the cores of the layers' own."""
-    forward = rotary.forward
-
-    @functools.wraps(forward)
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            torch.set_num_threads(num_threads)
-
-    rotary.forward = alone
 
 
 def _weights(layer: Any) -> LayerWeights | None:

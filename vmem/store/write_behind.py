@@ -1,0 +1,124 @@
+"""Write behind: which units are written to disk, and when.
+
+What is written is chosen when sequences end, and not when blocks are evicted: eviction is on the way of a step's
+allocation, while nearly all units stay in the cache for longer than it takes to write them. From time to time the
+units with the most hits are looked through, for those that are not on disk, or no longer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from folio.vmem.errors import MapError
+from folio.vmem.memory import KVMemory
+from folio.vmem.prefix.prefix_tree import PrefixNode
+from folio.vmem.store.block_store import BlockStore
+from folio.vmem.store.records import Records
+from folio.vmem.store.segment import StoredUnit
+
+logger = logging.getLogger(__name__)
+
+# Share of one processor's time that writing takes while sequences are open.
+_BUSY_SHARE = 0.01
+# Prefixes that wait to be written.
+_MOST_ENDED = 1024
+# The prefixes with the most hits are looked through in this period; most units of them.
+_HOT_PERIOD_S, _MOST_HOT_UNITS = 10.0, 4096
+# After an error of the disk nothing is written for this long.
+_REST_S = 60.0
+
+
+class WriteBehind:
+    """Writes cached units, each prefix from its beginning. Called by the store's thread; `note_ended` with the memory's
+    lock held, by any.
+
+    Args:
+        keeps: given the keys of a prefix, whether it may be stored.
+    """
+
+    def __init__(
+        self, memory: KVMemory, store: BlockStore, records: Records, keeps: Callable[[tuple[str, ...]], bool]
+    ) -> None:
+        self._memory, self._store, self._records, self._keeps = memory, store, records, keeps
+        self._ended: deque[PrefixNode] = deque()
+        self._due: deque[tuple[PrefixNode, int]] = deque()  # (unit, layer group)
+        self._next_at = 0.0
+        self._hot_at = time.monotonic() + _HOT_PERIOD_S
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._due or self._ended)
+
+    def note_ended(self, node: PrefixNode) -> None:
+        """Note that a sequence has ended whose last cached unit is this one."""
+        if not self._keeps(node.keys):
+            return
+        self._ended.append(node)
+        if len(self._ended) > _MOST_ENDED:
+            self._store.counts.dropped += len(self._missing(self._ended.popleft()))
+
+    def wait_s(self) -> float:
+        """Seconds until `write_next` has something to do, as far as it is known."""
+        return max((self._next_at if self.has_work else self._hot_at) - time.monotonic(), 0.0)
+
+    def write_next(self) -> None:
+        """Write a unit, if it is time and there is one."""
+        now = time.monotonic()
+        if now >= self._hot_at:
+            self._hot_at = now + _HOT_PERIOD_S
+            with self._memory.lock:
+                hot = self._memory.tree.hot_nodes(_MOST_HOT_UNITS)
+            self._ended.extend(node for node in hot if self._keeps(node.keys))
+        if now < self._next_at:
+            return
+        while not self._due and self._ended:
+            self._due.extend(self._missing(self._ended.popleft()))
+        if not self._due:
+            return
+        began = time.thread_time()
+        try:
+            self._write(*self._due.popleft())
+        except OSError as error:
+            logger.warning("cached prefixes are not written to disk for %.0f s: %s", _REST_S, error)
+            self._store.counts.dropped += 1 + len(self._due)
+            self._due.clear()
+            self._next_at = now + _REST_S
+            return
+        if self._memory.tables.sequences:
+            self._next_at = time.monotonic() + (time.thread_time() - began) * (1 / _BUSY_SHARE - 1)
+
+    def _missing(self, node: PrefixNode) -> list[tuple[PrefixNode, int]]:
+        """Cached units of the prefix that ends with this one, up to the last that is on disk, in order."""
+        found: list[tuple[PrefixNode, int]] = []
+        at: PrefixNode | None = node
+        while at is not None and at.parent is not None:
+            stored = [self._store.find(g, at.digest) is not None for g in range(len(at.blocks))]
+            new = [(at, g) for g, blocks in enumerate(at.blocks) if blocks is not None and not stored[g]]
+            if any(stored) and not new:
+                break
+            found += new
+            at = at.parent
+        return found[::-1]
+
+    def _write(self, node: PrefixNode, g: int) -> None:
+        """Copy a unit's blocks, and write them. Raises `OSError`."""
+        memory = self._memory
+        assert node.parent is not None
+        with memory.lock.exclusive():  # nothing is evicted until the blocks are copied
+            block_ids = node.blocks[g]
+            if block_ids is None or node.pending or self._store.find(g, node.digest) is not None:
+                self._store.counts.dropped += block_ids is None
+                return
+            try:
+                memory.regions.map_homes(memory.group_memories[g], block_ids)
+            except MapError:
+                self._store.counts.dropped += 1
+                return
+            with memory.lock.unlocked():
+                record = self._records.copy_out(g, block_ids)
+        root = memory.prefixes.chain(node.keys).root
+        unit = StoredUnit(g, root, node.parent.digest or root, node.digest, node.tokens)
+        self._store.write(unit, record())

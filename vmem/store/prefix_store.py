@@ -18,7 +18,7 @@ from pathlib import Path
 from folio.vmem.memory import KVMemory
 from folio.vmem.prefix.prefix_tree import PrefixNode
 from folio.vmem.store.block_store import BlockStore, StoreCounts
-from folio.vmem.store.read_ahead import ReadAhead, StoredPrefix
+from folio.vmem.store.stored_prefixes import StoredPrefix, StoredPrefixes
 from folio.vmem.store.records import Records
 from folio.vmem.store.write_behind import WriteBehind
 
@@ -54,7 +54,7 @@ class PrefixStore:
         self._memory = memory
         self._store = BlockStore(folder, most_bytes, fingerprint, records.num_bytes, 4 * memory.prefixes.unit_tokens)
         self._writer = WriteBehind(memory, self._store, records, keeps)
-        self.prefixes = ReadAhead(memory, self._store, records)
+        self.prefixes = StoredPrefixes(memory, self._store, records)
         self._reads: deque[StoredPrefix] = deque()
         self._is_working = self._is_stopping = False
         self._wake = threading.Event()
@@ -111,4 +111,4 @@ class PrefixStore:
     def _give_up_reads(self) -> None:
         while self._reads:
             prefix = self._reads.popleft()
-            prefix.num_units, prefix.is_done = prefix.first_units, True
+            prefix.num_units, prefix.is_intact, prefix.is_done = prefix.first_units, False, True

@@ -1,4 +1,4 @@
-"""Read ahead: the part of a prompt's prefix that is on disk becomes cached blocks before the prompt is computed."""
+"""Stored prefixes: the part of a prompt's prefix that is on disk becomes cached blocks before the prompt is computed."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class StoredPrefix:
     Attributes:
         first_units: units before it, which were cached when it was found.
         num_units: units up to its end; once it is read, up to the first that was not intact.
+        is_intact: nothing that was read was damaged.
         num_bytes: of its records.
         seconds: that reading took.
         is_done: reading has ended.
@@ -46,12 +47,13 @@ class StoredPrefix:
     num_bytes: int
     items: Sequence[_Item]
     seconds: float = 0.0
+    is_intact: bool = True
     is_done: bool = False
     is_cancelled: bool = False
     buffer: mmap.mmap | None = field(default=None, repr=False)
 
 
-class ReadAhead:
+class StoredPrefixes:
     """Finds, reads and installs stored prefixes. `read` is called by the store's thread, all else by the engine's."""
 
     def __init__(self, memory: KVMemory, store: BlockStore, records: Records) -> None:
@@ -110,7 +112,7 @@ class ReadAhead:
         prefix.buffer = mmap.mmap(-1, prefix.num_bytes)
         for item in prefix.items:
             if prefix.is_cancelled or not self._store.read(item.place, item.unit, self._part(prefix, item)):
-                prefix.num_units = item.index
+                prefix.num_units, prefix.is_intact = item.index, False
                 break
         prefix.seconds = time.perf_counter() - began
         prefix.is_done = True

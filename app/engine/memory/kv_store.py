@@ -17,7 +17,7 @@ from folio.app.errors import ConfigError
 from folio.app.models.weights.file_digests import FileDigests
 from folio.app.models.weights.key import weight_key
 from folio.vmem import KVMemory, VmemError
-from folio.vmem.store.prefix_store import PrefixStore
+from folio.vmem.prefix.store.prefix_store import PrefixStore
 
 # Keys of the warm-up's prefixes. No request has them, so that no request finds these prefixes in the cache.
 WARM_UP_KEYS = ("warm-up",)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from folio.app.engine.request.request import Request
 from folio.app.engine.schedule.preemption import PreemptionCostModel
-from folio.vmem.store.prefix_store import PrefixStore
-from folio.vmem.store.stored_prefixes import StoredPrefix
+from folio.vmem.prefix.store.prefix_store import PrefixStore
+from folio.vmem.prefix.store.stored_prefixes import StoredPrefix
 
 # Bytes that are read for a request before they are installed, and requests for which that is done at once: both bound
 # the host memory that read prefixes take.
@@ -58,6 +58,7 @@ class ReadAhead:
             return
         prefix = self._store.prefixes.find(sequence.chain, sequence.token_ids, _PART_BYTES)
         if prefix is None:
+            self._looked_up = request
             return
         unit_tokens = sequence.chain.unit_tokens
         num_before = prefix.first_units * unit_tokens

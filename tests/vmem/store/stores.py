@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from folio.vmem import KVMemory
-from folio.vmem.store.prefix_store import PrefixStore
+from folio.vmem.prefix.store.prefix_store import PrefixStore
 from tests.vmem.sequences import prompt
 from tests.vmem.small_memory import BLOCK_TOKENS, FlakyCuda, FlakyHost, make_memory
 
@@ -56,7 +56,11 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 
 def fetch(
-    memory: KVMemory, store: PrefixStore, ids: Sequence[int] = IDS, keys: tuple[str, ...] = (), most_bytes: int = 1 << 30
+    memory: KVMemory,
+    store: PrefixStore,
+    ids: Sequence[int] = IDS,
+    keys: tuple[str, ...] = (),
+    most_bytes: int = 1 << 30,
 ) -> int:
     """Read and install what is on disk of these tokens, with another behind them; returns the units that were found."""
     prefix = store.prefixes.find(memory.prefixes.chain(keys), [*ids, 1], most_bytes)

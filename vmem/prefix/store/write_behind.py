@@ -15,9 +15,9 @@ from collections.abc import Callable
 from folio.vmem.errors import MapError
 from folio.vmem.memory import KVMemory
 from folio.vmem.prefix.prefix_tree import PrefixNode
-from folio.vmem.store.block_store import BlockStore
-from folio.vmem.store.records import Records
-from folio.vmem.store.segment import StoredUnit
+from folio.vmem.prefix.store.block_store import BlockStore
+from folio.vmem.prefix.store.records import Records
+from folio.vmem.prefix.store.segment import StoredUnit
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +54,8 @@ class WriteBehind:
 
     def note_ended(self, node: PrefixNode) -> None:
         """Note that a sequence has ended whose last cached unit is this one."""
-        if not self._keeps(node.keys):
-            return
-        self._ended.append(node)
-        if len(self._ended) > _MOST_ENDED:
-            self._store.counts.dropped += len(self._missing(self._ended.popleft()))
+        if self._keeps(node.keys):
+            self._ended.append(node)
 
     def wait_s(self) -> float:
         """Seconds until `write_next` has something to do, as far as it is known."""
@@ -72,6 +69,8 @@ class WriteBehind:
             with self._memory.lock:
                 hot = self._memory.tree.hot_nodes(_MOST_HOT_UNITS)
             self._ended.extend(node for node in hot if self._keeps(node.keys))
+        while len(self._ended) > _MOST_ENDED:
+            self._store.counts.dropped += len(self._missing(self._ended.popleft()))
         if now < self._next_at:
             return
         while not self._due and self._ended:
@@ -91,15 +90,14 @@ class WriteBehind:
             self._next_at = time.monotonic() + (time.thread_time() - began) * (1 / _BUSY_SHARE - 1)
 
     def _missing(self, node: PrefixNode) -> list[tuple[PrefixNode, int]]:
-        """Cached units of the prefix that ends with this one, up to the last that is on disk, in order."""
+        """Cached units of the prefix that ends with this one and are not on disk, in order."""
         found: list[tuple[PrefixNode, int]] = []
         at: PrefixNode | None = node
         while at is not None and at.parent is not None:
-            stored = [self._store.find(g, at.digest) is not None for g in range(len(at.blocks))]
-            new = [(at, g) for g, blocks in enumerate(at.blocks) if blocks is not None and not stored[g]]
-            if any(stored) and not new:
-                break
-            found += new
+            new = [(at, g) for g in range(len(at.blocks)) if self._store.find(g, at.digest) is None]
+            found += [(unit, g) for unit, g in new if unit.blocks[g] is not None]
+            # Of some layer groups most units are never cached to their end: windows, states.
+            self._store.counts.dropped += len(new) == len(at.blocks) and not any(at.blocks)
             at = at.parent
         return found[::-1]
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from folio.vmem.memory import KVMemory
 from folio.vmem.prefix.prefix_tree import PrefixNode
-from folio.vmem.store.block_store import BlockStore, StoreCounts
-from folio.vmem.store.stored_prefixes import StoredPrefix, StoredPrefixes
-from folio.vmem.store.records import Records
-from folio.vmem.store.write_behind import WriteBehind
+from folio.vmem.prefix.store.block_store import BlockStore, StoreCounts
+from folio.vmem.prefix.store.records import Records
+from folio.vmem.prefix.store.stored_prefixes import StoredPrefix, StoredPrefixes
+from folio.vmem.prefix.store.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ class PrefixStore:
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits to be read or written. From any thread."""
-        return not (self._reads or self._writer.has_work or self._wake.is_set() or self._is_working)
+        is_busy = self._reads or self._writer.has_work or self._wake.is_set() or self._is_working
+        return not (is_busy and self._thread.is_alive())
 
     def read(self, prefix: StoredPrefix) -> None:
         """Read a prefix; the memory's lock is notified when it is done."""
@@ -98,7 +99,8 @@ class PrefixStore:
                 self._is_working = True
                 self._wake.clear()
                 while self._reads:
-                    self.prefixes.read(self._reads.popleft())
+                    self.prefixes.read(self._reads[0])
+                    self._reads.popleft()
                 self._writer.write_next()
                 self._is_working = False
         except BaseException:

@@ -1,18 +1,19 @@
 """Records: the content of one unit's blocks in one layer group, as it is on disk.
 
-    | home 0: block, block, … | home 1: block, block, … | padding to 4 KiB
+| home 0: block, block, … | home 1: block, block, … | padding to 4 KiB
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
 
 from folio.vmem.memory import KVMemory
-from folio.vmem.store.segment import ALIGNMENT
+from folio.vmem.prefix.store.segment import ALIGNMENT
 
 
 class Records:
@@ -49,7 +50,7 @@ class Records:
         def record() -> memoryview:
             if done is not None:
                 done.synchronize()
-            return memoryview(self._staging.numpy()).cast("B")[: self.num_bytes[g]]
+            return self._staging.numpy().data.cast("B")[: self.num_bytes[g]]
 
         return record
 
@@ -68,7 +69,8 @@ class Records:
             target.copy_(source, non_blocking=True)
 
     def _pinned(self, num_bytes: int) -> torch.Tensor:
-        """An aligned buffer; pinned if a device copies to it."""
-        if self._on_host:
-            return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.int64)
-        return torch.zeros(num_bytes // 8, dtype=torch.int64, pin_memory=True)
+        """An aligned buffer; pinned if a device copies to it, and the system allows it."""
+        if not self._on_host:
+            with suppress(RuntimeError):
+                return torch.zeros(num_bytes // 8, dtype=torch.int64, pin_memory=True)
+        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.int64)

@@ -3,9 +3,9 @@
     | header, 4 KiB | index: an entry a record, to a multiple of 4 KiB | record 0 | record 1 | …
 
 A record is the content of one unit's blocks in one layer group. It is written before its entry, which has the checksums
-of both, so that a process that ends in between leaves a free place. A file never grows: its blocks are allocated when it
-is made, and a full disk is noticed then. Records and entries are written, and records read, past the page cache where
-the file system can (O_DIRECT).
+of both, so that a process that ends in between leaves a free place. A file never grows: its room is allocated when it
+is made, which is when a full disk is noticed. Records and entries are written, and records read, past the page cache
+where the file system can (O_DIRECT).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import mmap
 import os
 import stat
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,9 +33,13 @@ SUFFIX = ".kv"
 _MAGIC = b"FolioKV1"
 _HEADER = struct.Struct("<8s16sQII")  # magic, fingerprint, bytes of a record, records, bytes of a unit's tokens
 _CRC = struct.Struct("<I")
-_ENTRY = struct.Struct("<16s16s16sIII")  # digest, parent, root, group, slot, CRC-32 of the record; CRC-32, tokens follow
+_ENTRY = struct.Struct(
+    "<16s16s16sIII"
+)  # digest, parent, root, group, slot, CRC-32 of the record; CRC-32, tokens follow
 _DIGEST_BYTES = 16
 _MODE = 0o600
+# The time of a file's last use is this exact.
+_TOUCH_PERIOD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,7 @@ class Segment:
         self._fd = fd
         self._index = mmap.mmap(-1, shape.index_bytes)  # aligned, as O_DIRECT needs it
         self.num_used = 0
+        self._touch_at = 0.0
 
     @classmethod
     def create(cls, path: Path, shape: SegmentShape) -> Segment:
@@ -196,20 +202,24 @@ class Segment:
     def append(self, unit: StoredUnit, buffer: memoryview) -> int:
         """Write a record; returns its slot. Raises `OSError`; then its place is spoilt."""
         slot, self.num_used = self.num_used, self.num_used + 1
-        self._write(buffer, ALIGNMENT + self.shape.index_bytes + slot * self.shape.record_bytes)
-        start, size = slot * self.shape.entry_bytes, self.shape.entry_bytes
-        self._index[start : start + size] = self._entry(slot, unit, zlib.crc32(buffer))
-        first = start // ALIGNMENT * ALIGNMENT
-        past = -(-(start + size) // ALIGNMENT) * ALIGNMENT
-        with memoryview(self._index) as index:
-            self._write(index[first:past], ALIGNMENT + first)
-        self._leave_if_full()
+        try:
+            self._write(buffer, ALIGNMENT + self.shape.index_bytes + slot * self.shape.record_bytes)
+            start, size = slot * self.shape.entry_bytes, self.shape.entry_bytes
+            self._index[start : start + size] = self._entry(slot, unit, zlib.crc32(buffer))
+            first = start // ALIGNMENT * ALIGNMENT
+            past = -(-(start + size) // ALIGNMENT) * ALIGNMENT
+            self._write(memoryview(self._index)[first:past], ALIGNMENT + first)
+        finally:
+            self._leave_if_full()
         return slot
 
     def note_read(self) -> None:
-        """Make the file the last to be deleted."""
-        with suppress(OSError):
-            os.utime(self._fd)
+        """Make the file the last to be deleted, of those that are not in use."""
+        now = time.monotonic()
+        if now >= self._touch_at:
+            self._touch_at = now + _TOUCH_PERIOD_S
+            with suppress(OSError):
+                os.utime(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from folio.vmem.errors import SegmentError, VmemError
-from folio.vmem.store.segment import ALIGNMENT, SUFFIX, Segment, SegmentShape, StoredUnit
+from folio.vmem.prefix.store.segment import ALIGNMENT, SUFFIX, Segment, SegmentShape, StoredUnit
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ class BlockStore:
             logger.warning("%s cannot be read: %s", segment.path, error)
         if is_read:
             self.counts.read += 1
+            segment.note_read()
         else:
             self.counts.refused += 1
             self._places[unit.group].pop(unit.digest, None)

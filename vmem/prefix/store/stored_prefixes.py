@@ -1,4 +1,4 @@
-"""Stored prefixes: the part of a prompt's prefix that is on disk becomes cached blocks before the prompt is computed."""
+"""Stored prefixes: the part of a prompt's prefix that is on disk becomes cached blocks before it would be computed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from folio.vmem.errors import OutOfPages
 from folio.vmem.memory import KVMemory
 from folio.vmem.prefix.prefix_tree import PrefixCursor, PrefixNode
+from folio.vmem.prefix.store.block_store import BlockStore, Place
+from folio.vmem.prefix.store.records import Records
+from folio.vmem.prefix.store.segment import StoredUnit
 from folio.vmem.prefix.token_chain import TokenChain
 from folio.vmem.sequence import GroupTable, SequenceMemory
-from folio.vmem.store.block_store import BlockStore, Place
-from folio.vmem.store.records import Records
-from folio.vmem.store.segment import StoredUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,11 @@ class StoredPrefixes:
         unit_tokens = memory.prefixes.unit_tokens
         # Of each layer group, the units before a prompt's next token that it reads; `None`: all.
         self._read_units: list[int | None] = [
-            1 if group.is_state else None if group.window_tokens is None else -(-(group.window_tokens - 1) // unit_tokens)
+            1
+            if group.is_state
+            else None
+            if group.window_tokens is None
+            else -(-(group.window_tokens - 1) // unit_tokens)
             for group in memory.groups
         ]
         self._whole = [g for g, units in enumerate(self._read_units) if units is None]

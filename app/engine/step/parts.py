@@ -159,6 +159,7 @@ class EngineParts:
             step_tokens=config.max_num_batched_tokens,
             most_queued=config.max_queued_requests,
             held=lambda: self.adapters.waiting_sequences,
+            store=None if self.store is None else self.store.counts,
         )
         self.watch = EngineWatch(self.memory, self.scheduler)
 

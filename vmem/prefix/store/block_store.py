@@ -11,6 +11,7 @@ longest are deleted until all fit into the limit, those of other models and vers
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import os
 import secrets
@@ -202,16 +203,18 @@ class BlockStore:
                     logger.warning("%s is not used: %s", path, error)
 
     def _note(self, segment: Segment, start: int = 0) -> None:
-        for slot, group, digest in segment.entries(start):
-            if group < len(self._places) and self._shapes[group].record_bytes == segment.shape.record_bytes:
-                self._places[group][digest] = segment, slot
+        for group, shape in enumerate(self._shapes):
+            if shape.record_bytes == segment.shape.record_bytes:
+                digests, slots = segment.entries(group, start)
+                self._places[group].update(zip(digests, zip(itertools.repeat(segment), slots), strict=False))
 
     def _forget(self, path: Path) -> None:
         if (segment := self._segments.pop(path, None)) is None:
             return
-        for _, group, digest in segment.entries():
-            if group < len(self._places) and self._places[group].get(digest, (None,))[0] is segment:
-                del self._places[group][digest]
+        for group, places in enumerate(self._places):
+            for digest in segment.entries(group)[0]:
+                if places.get(digest, (None,))[0] is segment:
+                    del places[digest]
         segment.close()
 
 

@@ -18,10 +18,11 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from folio.vmem.errors import SegmentError
 
@@ -174,19 +175,16 @@ class Segment:
         """Read the index, which the file's writer may have extended."""
         if os.preadv(self._fd, [self._index], ALIGNMENT) != self.shape.index_bytes:
             raise SegmentError("its index is cut off")
-        used, size = 0, self.shape.entry_bytes
-        for slot in range(self.num_used, self.shape.num_records):
-            if any(self._index[slot * size : slot * size + _ENTRY.size]):
-                used = slot + 1
-        self.num_used = max(self.num_used, used)
+        written = self._table()[:, : _ENTRY.size].any(axis=1).nonzero()[0]
+        self.num_used = max(self.num_used, int(written[-1]) + 1 if len(written) else 0)
 
-    def entries(self, start: int = 0) -> Iterator[tuple[int, int, bytes]]:
-        """(slot, group, digest) of the records from `start` on; not verified."""
-        size = self.shape.entry_bytes
-        for slot in range(start, self.num_used):
-            at = slot * size
-            [group] = _CRC.unpack_from(self._index, at + 3 * _DIGEST_BYTES)
-            yield slot, group, self._index[at : at + _DIGEST_BYTES]
+    def entries(self, group: int, start: int = 0) -> tuple[list[bytes], list[int]]:
+        """Digests and slots of a layer group's records from slot `start` on; not verified."""
+        table = self._table()[start : self.num_used]
+        groups = table[:, 3 * _DIGEST_BYTES : 3 * _DIGEST_BYTES + 4].copy().view("<u4")[:, 0]
+        of_group = (groups == group).nonzero()[0]
+        digests: list[bytes] = table[of_group, :_DIGEST_BYTES].copy().view(f"V{_DIGEST_BYTES}")[:, 0].tolist()
+        return digests, (of_group + start).tolist()
 
     def read(self, slot: int, unit: StoredUnit, buffer: memoryview) -> bool:
         """Read the record of this unit into `buffer`, aligned and of the record's size; false if it is another unit's,
@@ -224,6 +222,11 @@ class Segment:
     def close(self) -> None:
         os.close(self._fd)
         self._index.close()
+
+    def _table(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+        """The entries, `[num_records, entry_bytes]`."""
+        num_records, size = self.shape.num_records, self.shape.entry_bytes
+        return np.frombuffer(self._index, np.uint8, num_records * size).reshape(num_records, size)
 
     def _leave_if_full(self) -> None:
         """Let others delete the file."""

@@ -244,6 +244,8 @@ class EngineConfig:
         """Raise `ConfigError` with a line for each setting that cannot work."""
         if self.model == DEFAULT_MODEL:  # here: all replicas of a server have the same model, whatever is pulled later
             object.__setattr__(self, "model", default_model())
+        if isinstance(self.kv_store, Mapping):  # a script's
+            object.__setattr__(self, "kv_store", KVStore(**self.kv_store))
         if problems := list(self._problems()):
             raise ConfigError("\n".join(problems))
 

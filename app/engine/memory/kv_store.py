@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +32,12 @@ def open_store(config: ResolvedConfig, model: LoadedModel, memory: KVMemory) -> 
     folder = Path(settings.dir).expanduser()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(
+                f"kv_store.dir is {str(folder)!r}, which belongs to another user, or others can write to it; give it "
+                "to this user alone (mode 0700)"
+            )
         fingerprint = store_fingerprint(config, model, memory, FileDigests(folder))
         return PrefixStore(memory, folder, settings.bytes, fingerprint, _is_stored)
     except (OSError, VmemError) as error:

@@ -236,6 +236,13 @@ def test_a_folder_that_cannot_be_used_is_refused(
         engine_of(llama, kv_store=KVStore(dir=folder or str(tmp_path), bytes=num_bytes))
 
 
+def test_a_folder_of_others_is_refused(llama: Path, tmp_path: Path) -> None:
+    """Its digests of weights would be theirs."""
+    tmp_path.chmod(0o770)
+    with pytest.raises(ConfigError, match=r"others can write to it; give it to this user alone \(mode 0700\)"):
+        engine_of(llama, kv_store=KVStore(dir=str(tmp_path), bytes=1 << 30))
+
+
 def test_reads_are_compared_with_computing() -> None:
     costs = PreemptionCostModel(1024)
     assert costs.read_s(1 << 20) == 0  # tried once

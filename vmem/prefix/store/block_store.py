@@ -25,8 +25,9 @@ from folio.vmem.prefix.store.segment import ALIGNMENT, SUFFIX, Segment, SegmentS
 
 logger = logging.getLogger(__name__)
 
-# The limit is kept by deleting whole files: one is at most this share of it. Larger files would make a start no faster.
-_LEAST_FILES, _MOST_FILE_BYTES = 16, 256 << 20
+# The limit is kept by deleting whole files, so that there are at least so many; at most, because all are kept open.
+_LEAST_FILES, _MOST_FILES = 16, 256
+_USUAL_FILE_BYTES = 256 << 20
 
 Place = tuple[Segment, int]
 
@@ -220,6 +221,6 @@ class BlockStore:
 
 def _shape(fingerprint: bytes, record_bytes: int, unit_bytes: int, most_bytes: int) -> SegmentShape:
     record_bytes = -(-record_bytes // ALIGNMENT) * ALIGNMENT
-    num_bytes = min(most_bytes // _LEAST_FILES, _MOST_FILE_BYTES) - 2 * ALIGNMENT
+    num_bytes = min(most_bytes // _LEAST_FILES, max(most_bytes // _MOST_FILES, _USUAL_FILE_BYTES)) - 2 * ALIGNMENT
     entry_bytes = SegmentShape(fingerprint, record_bytes, 1, unit_bytes).entry_bytes
     return SegmentShape(fingerprint, record_bytes, max(num_bytes // (record_bytes + entry_bytes), 1), unit_bytes)

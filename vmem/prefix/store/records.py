@@ -22,6 +22,7 @@ class Records:
     Attributes:
         num_blocks: of each layer group, the blocks of a unit.
         num_bytes: of each layer group, the bytes of a record.
+        on_host: the blocks are in the host's memory.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -34,7 +35,7 @@ class Records:
             for count, homes in zip(self.num_blocks, self._words, strict=True)
         ]
         self.num_bytes = [-(-size // ALIGNMENT) * ALIGNMENT for size in content]
-        self._on_host = self._words[0][0].device.type == "cpu"
+        self.on_host = self._words[0][0].device.type == "cpu"
         self._staging = self._pinned(max(self.num_bytes))
 
     def copy_out(self, g: int, block_ids: Sequence[int]) -> Callable[[], memoryview]:
@@ -45,7 +46,7 @@ class Records:
             for block_id in block_ids:
                 self._copy(self._staging[at : at + words.shape[1]], words[block_id])
                 at += words.shape[1]
-        done = None if self._on_host else torch.cuda.current_stream().record_event()
+        done = None if self.on_host else torch.cuda.current_stream().record_event()
 
         def record() -> memoryview:
             if done is not None:
@@ -63,14 +64,14 @@ class Records:
                 at += words.shape[1]
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if self._on_host:  # by numpy: torch would have its threads spin, which a step's need
+        if self.on_host:  # by numpy: torch would have its threads spin, which a step's need
             np.copyto(target.numpy(), source.numpy())
         else:
             target.copy_(source, non_blocking=True)
 
     def _pinned(self, num_bytes: int) -> torch.Tensor:
         """An aligned buffer; pinned if a device copies to it, and the system allows it."""
-        if not self._on_host:
+        if not self.on_host:
             with suppress(RuntimeError):
                 return torch.zeros(num_bytes // 8, dtype=torch.int64, pin_memory=True)
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.int64)

@@ -175,14 +175,14 @@ class Segment:
         """Read the index, which the file's writer may have extended."""
         if os.preadv(self._fd, [self._index], ALIGNMENT) != self.shape.index_bytes:
             raise SegmentError("its index is cut off")
-        written = self._table()[:, : _ENTRY.size].any(axis=1).nonzero()[0]
+        written = np.flatnonzero(self._table()[:, : _ENTRY.size].any(axis=1))
         self.num_used = max(self.num_used, int(written[-1]) + 1 if len(written) else 0)
 
     def entries(self, group: int, start: int = 0) -> tuple[list[bytes], list[int]]:
         """Digests and slots of a layer group's records from slot `start` on; not verified."""
         table = self._table()[start : self.num_used]
         groups = table[:, 3 * _DIGEST_BYTES : 3 * _DIGEST_BYTES + 4].copy().view("<u4")[:, 0]
-        of_group = (groups == group).nonzero()[0]
+        of_group = np.flatnonzero(groups == group)
         digests: list[bytes] = table[of_group, :_DIGEST_BYTES].copy().view(f"V{_DIGEST_BYTES}")[:, 0].tolist()
         return digests, (of_group + start).tolist()
 

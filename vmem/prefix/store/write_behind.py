@@ -21,8 +21,9 @@ from folio.vmem.prefix.store.segment import StoredUnit
 
 logger = logging.getLogger(__name__)
 
-# Share of one processor's time that writing takes while sequences are open.
-_BUSY_SHARE = 0.01
+# Share of one core's time that writing takes while sequences are open: where the CPU computes, what steps lose at most;
+# beside a GPU other cores are free.
+_BUSY_SHARE, _BUSY_SHARE_BESIDE_GPU = 0.01, 0.25
 # Prefixes that wait to be written.
 _MOST_ENDED = 1024
 # The prefixes with the most hits are looked through in this period; most units of them.
@@ -45,6 +46,7 @@ class WriteBehind:
         self._memory, self._store, self._records, self._keeps = memory, store, records, keeps
         self._ended: deque[PrefixNode] = deque()
         self._due: deque[tuple[PrefixNode, int]] = deque()  # (unit, layer group)
+        self._share = _BUSY_SHARE if records.on_host else _BUSY_SHARE_BESIDE_GPU
         self._next_at = 0.0
         self._hot_at = time.monotonic() + _HOT_PERIOD_S
 
@@ -87,7 +89,7 @@ class WriteBehind:
             self._next_at = now + _REST_S
             return
         if self._memory.tables.sequences:
-            self._next_at = time.monotonic() + (time.thread_time() - began) * (1 / _BUSY_SHARE - 1)
+            self._next_at = time.monotonic() + (time.thread_time() - began) * (1 / self._share - 1)
 
     def _missing(self, node: PrefixNode) -> list[tuple[PrefixNode, int]]:
         """Cached units of the prefix that ends with this one and are not on disk, in order."""

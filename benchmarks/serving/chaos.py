@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from benchmarks import harness
 from benchmarks.served import Served, processes_called, served
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     _print(phases, sent_again, models_own)
     keys = [what.replace(" ", "_") for what in OUTCOMES]
     counts = {key: sum(o.counts[what] for o in phases.values()) for key, what in zip(keys, OUTCOMES, strict=True)}
-    figures: dict[str, float] = counts | {"calls_sent_again": sent_again, "models_own_mistakes": models_own}
+    figures: dict[str, Any] = counts | {"calls_sent_again": sent_again, "models_own_mistakes": models_own}
     if not args.ingresses:
         figures["calls_continued"] = continued
         figures |= {f"pause_p{share}_s": pauses[len(pauses) * share // 100] for share in (50, 99)}

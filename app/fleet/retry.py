@@ -16,6 +16,7 @@ from typing import Literal
 from folio.app.engine.request.engine_request import BegunOutput
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import DeadlineError, ModelUnavailableError, NoReplicaError, OverloadedError, UnavailableError
+from folio.app.fleet.departures import CallMovedError
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
 from folio.app.fleet.overload import LoadShedder
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Retries after a replica has gone: a request that makes engines fail must not take down one after the other.
 _MOST_RETRIES = 2
+# Moves to other replicas. One that hangs leaves like one that stops, and the request may be the cause.
+_MOST_MOVES = 8
 # Replicas that may refuse a request before the client is refused. Later requests rank these replicas last for a while,
 # so that only the first ones meet so many refusals.
 _MOST_OFFERS = 8
@@ -33,7 +36,7 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 # Longest time in which a cancelled request ends: a step, and the delivery of the cancellation.
 _ENDS_WITHIN_S = 2.0
 
-Reason = Literal["unavailable", "overloaded", "continued"]
+Reason = Literal["unavailable", "overloaded", "continued", "moved"]
 
 
 class DeliveredOutputs:
@@ -114,7 +117,7 @@ class CallRetries:
         self._refused_by: tuple[str, ...] = ()
         self._stopped: tuple[str, ...] = ()
         self._failure: ModelUnavailableError | None = None
-        self._num_retries = 0
+        self._num_retries = self._num_moves = 0
         self._alone_since: float | None = None  # when no replica was there first
 
     def becomes(self, call: GenerateRequest) -> None:
@@ -161,6 +164,11 @@ class CallRetries:
             raise error
         if isinstance(error, OverloadedError):
             return self._refused(error)
+        if isinstance(error, CallMovedError):
+            self._num_moves += 1
+            if self._num_moves > _MOST_MOVES:
+                raise error
+            return "moved"
         if isinstance(error, NoReplicaError):  # the router has waited for a while
             if self._alone_since is None:
                 self._alone_since = time.monotonic() - (error.retry_after_s or 0.0)

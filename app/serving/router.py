@@ -28,6 +28,7 @@ from folio.app.compat.ray import BoundedWaitRouter, back_off
 from folio.app.engine.request.prefix_keys import compiled_hashing, prompt_keys
 from folio.app.errors import DeadlineError, NoReplicaError, OverloadedError
 from folio.app.fleet.decisions import DECISIONS, RoutingDecision, scores_of
+from folio.app.fleet.departures import DEPARTURES
 from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, reports_from_stats
 from folio.app.fleet.policies import Policy, make_policy
@@ -230,7 +231,8 @@ class FolioRouter(BoundedWaitRouter):
             raise error from None
 
     def _set_replicas(self, replicas: Sequence[RunningReplica]) -> None:
-        self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        before, self._by_name = self._by_name, {replica.replica_id.unique_id: replica for replica in replicas}
+        DEPARTURES.update(before, self._by_name)
         for route in self._routes.values():
             route.fleet.update(self._by_name)
         self._models_at = {name: models for name, models in self._models_at.items() if name in self._by_name}

@@ -40,7 +40,8 @@ Reason = Literal["unavailable", "overloaded", "continued", "moved"]
 
 
 class DeliveredOutputs:
-    """What a caller has of its call's outputs: 4 bytes a token, from which another replica continues.
+    """What a caller has of its call's outputs: 4 bytes a token, from which another replica continues. `begun_by`: the
+    first replica.
 
     Args:
         params: with a seed, from which alone the noise of every replica follows.
@@ -52,6 +53,7 @@ class DeliveredOutputs:
         self._given = given or [BegunOutput(index, ()) for index in range(params.n)]
         self._left = {output.index: array("i", output.token_ids) for output in self._given}
         self._num_cached_tokens: int | None = None  # `None`: nothing is delivered
+        self.begun_by = ""
         self.is_continued = False
 
     def note(self, piece: Piece) -> Piece:
@@ -61,7 +63,7 @@ class DeliveredOutputs:
         else:
             self._left[piece.index].extend(piece.token_ids)
         if self._num_cached_tokens is None:
-            self._num_cached_tokens = piece.num_cached_tokens
+            self._num_cached_tokens, self.begun_by = piece.num_cached_tokens, piece.replica
         return replace(piece, num_cached_tokens=self._num_cached_tokens) if self.is_continued else piece
 
     def begun(self) -> tuple[BegunOutput, ...]:
@@ -144,6 +146,7 @@ class CallRetries:
             refused_by=self._refused_by,
             stopped=self._stopped,
             begun=begun,
+            begun_by=self._delivered.begun_by,
         )
 
     def delivered(self, piece: Piece) -> Piece:
@@ -164,18 +167,15 @@ class CallRetries:
             raise error
         if isinstance(error, OverloadedError):
             return self._refused(error)
+        if isinstance(error, NoReplicaError):
+            self._check_alone(error)
+            return None
+        self._alone_since = None
         if isinstance(error, CallMovedError):
             self._num_moves += 1
             if self._num_moves > _MOST_MOVES:
                 raise error
             return "moved"
-        if isinstance(error, NoReplicaError):  # the router has waited for a while
-            if self._alone_since is None:
-                self._alone_since = time.monotonic() - (error.retry_after_s or 0.0)
-            if time.monotonic() - self._alone_since >= error.replaced_within_s:
-                raise error
-            return None
-        self._alone_since = None
         if self._num_retries >= _MOST_RETRIES:
             raise UnavailableError(error.message, error.retry_after_s or _REPLACED_AFTER_S) from error
         if isinstance(error, ModelUnavailableError):  # perhaps no other replica has the model either: no pause
@@ -187,6 +187,13 @@ class CallRetries:
             self._stopped = (*self._stopped, error.replica)
         logger.warning("retrying %s (retry %d): %s", self._call.request_id, self._num_retries, error)
         return self._reason
+
+    def _check_alone(self, error: NoReplicaError) -> None:
+        """Raise the error, unless a replica is being started; the router has waited for a while."""
+        if self._alone_since is None:
+            self._alone_since = time.monotonic() - (error.retry_after_s or 0.0)
+        if time.monotonic() - self._alone_since >= error.replaced_within_s:
+            raise error
 
     @property
     def _reason(self) -> Reason:

@@ -101,8 +101,7 @@ class ReplicaClient:
         self, calls: Sequence[GenerateRequest], arrived: float | None = None
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all calls in order of arrival, each with the number of its call. Closing cancels the calls."""
-        window = CallWindow(self._batch_window) if len(calls) > 1 else None
-        return self._interleaved(calls, arrived, window)
+        return self._interleaved(calls, arrived, CallWindow(self._batch_window) if len(calls) > 1 else None)
 
     async def complete_fork(self, call: ForkCall) -> list[Piece]:
         """The forks, each in one piece."""
@@ -205,7 +204,7 @@ class ReplicaClient:
                                 yield piece
                         continue
                     if place is None:
-                        place = DEPARTURES.place(PlacedCall(item[0].replica, response.cancel))
+                        place = DEPARTURES.place(PlacedCall(item[0].replica, call.model, response.cancel))
                         if shared is not None:
                             shared[0].begun(shared[1], place.replica)
                     for piece in item:

@@ -248,6 +248,7 @@ class FolioRouter(BoundedWaitRouter):
         reports = reports_from_stats(stats) if stats else None
         if reports is not None:
             self._reported_at[name] = stats["made_at"]
+            DEPARTURES.note_outputs(name, stats["outputs"])
             self._longest_start_s = max(self._longest_start_s or 0.0, stats["start_s"])
             self._models_at[name] = frozenset(reports)
             for model, report in reports.items():
@@ -277,7 +278,7 @@ class FolioRouter(BoundedWaitRouter):
         waiting = self._waiting_of(pending, call, now)
         request, fleet = waiting.request, waiting.route.fleet
         if generates:
-            names = [name for name in names if name not in call.stopped and name not in call.refused_by]
+            names = [name for name in names if _may_get(call, name)]
         if isinstance(call, ForkCall | SharedStreamCall) and call.replica in names:
             ranked = [call.replica]  # the only one that can; without it any replica answers with the error
         else:
@@ -359,6 +360,13 @@ class FolioRouter(BoundedWaitRouter):
 
 def _call_of(pending: PendingRequest) -> Any:
     return pending.args[0] if pending.args else None
+
+
+def _may_get(call: GenerateRequest, replica: str) -> bool:
+    """Whether a replica may get a call: one that has begun not, for example, the new version of an update."""
+    if replica in call.stopped or replica in call.refused_by:
+        return False
+    return not call.begun_by or DEPARTURES.may_continue(call.begun_by, call.model, replica)
 
 
 def _model_of(call: Any) -> str:

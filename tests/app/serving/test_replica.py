@@ -14,6 +14,7 @@ import pytest
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import AsyncEngine
 from folio.app.engine.report import StartTimes
+from folio.app.engine.startup import Fingerprints
 from folio.app.errors import UnavailableError, UnknownRequestError
 from folio.app.fleet.messages import HotPrefixes, SharedStreamCall, SharedStreamKey
 from folio.app.serving import replica as replica_module
@@ -25,7 +26,7 @@ from tests.local_server import replica_of
 async def test_the_hot_prefixes() -> None:
     replica = replica_of(engine := Engine(DELTAS))
     engine.hot_prefixes = lambda: [CachedPrefix((1,), (), 2)]  # type: ignore[attr-defined]
-    engine.prefix_fingerprint = "f"  # type: ignore[attr-defined]
+    engine.fingerprints = Fingerprints("f", "o")  # type: ignore[attr-defined]
     assert await replica.hot_prefixes("f") == HotPrefixes("f", [CachedPrefix((1,), (), 2)])
     assert await replica.hot_prefixes("g") is None
 
@@ -95,7 +96,7 @@ async def test_a_call_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch)
         go_on.set()
 
 
-@pytest.mark.parametrize("first_asked", ["complete_as_stream", "record_routing_stats", "check_health"])
+@pytest.mark.parametrize("first_asked", ["generate_stream", "record_routing_stats", "check_health"])
 async def test_a_stopped_engine_ends_its_process_at_the_first_call(
     monkeypatch: pytest.MonkeyPatch, first_asked: str
 ) -> None:
@@ -117,8 +118,8 @@ async def test_a_stopped_engine_ends_its_process_at_the_first_call(
     replica = replica_of(engine)
 
     async def call() -> None:
-        if first_asked == "complete_as_stream":
-            await anext(replica.complete_as_stream(REQUEST))
+        if first_asked == "generate_stream":
+            await anext(replica.generate_stream(REQUEST))
         else:
             await getattr(replica, first_asked)()
 

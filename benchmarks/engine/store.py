@@ -59,8 +59,8 @@ class Sizes:
 
     prompts: int = 7
     prompt_tokens: int = 2000
-    repeats: int = 9
-    load_requests: int = 24
+    repeats: int = 15
+    load_requests: int = 12
     load_prompt: int = 512
     load_new: int = 32
     damages: int = 500
@@ -169,6 +169,7 @@ def measure_restart(model: str, sizes: Sizes, folder: Path, raw: dict[str, Any])
 
 def measure_cost(model: str, sizes: Sizes, folder: Path, raw: dict[str, Any]) -> dict[str, float]:
     seeds = iter(range(100, 10_000))
+    cpu_s: dict[str, list[float]] = {"store": [], "none": []}
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(opened(model, at, kv_memory_bytes=CACHE_BYTES))
@@ -177,24 +178,29 @@ def measure_cost(model: str, sizes: Sizes, folder: Path, raw: dict[str, Any]) ->
         for engine in engines.values():
             warm_up(engine)
 
-        def run(engine: Engine) -> Callable[[], float]:
+        def run(name: str) -> Callable[[], float]:
             def rate() -> float:
                 batch = prompts(sizes.load_requests, sizes.load_prompt, next(seeds))
-                start = time.perf_counter()
-                ask(engine, batch, sizes.load_new)
+                start, cpu_start = time.perf_counter(), time.process_time()
+                ask(engines[name], batch, sizes.load_new)
                 elapsed = time.perf_counter() - start
-                settle(engine)
+                cpu_s[name].append(time.process_time() - cpu_start)
+                settle(engines[name])
                 return sizes.load_requests * (sizes.load_prompt + sizes.load_new) / elapsed
 
             return rate
 
-        rates = harness.alternate({name: run(engine) for name, engine in engines.items()}, sizes.repeats)
+        rates = harness.alternate({name: run(name) for name in engines}, sizes.repeats)
         store = engines["store"].store
         assert store is not None
+        raw["cpu_s"] = cpu_s
         raw["tokens_per_s"], raw["written"], raw["dropped"] = rates, store.counts.written, store.counts.dropped
         if store.counts.read:
             raise RuntimeError("new prompts were found on disk")
-    return {"miss_cost": 1 - harness.median_ratio(rates["store"], rates["none"])}
+    return {
+        "miss_cost": 1 - harness.median_ratio(rates["store"], rates["none"]),
+        "miss_cost_of_processors": harness.median_ratio(cpu_s["store"][1:], cpu_s["none"][1:]) - 1,  # warmed up
+    }
 
 
 def damage(folder: Path, number: random.Random) -> str:

@@ -210,7 +210,7 @@ class PrefixCache:
             return [unit for pending in done for unit in pending.indexed]
 
     def discard_prefixes(self, units: Iterable[tuple[PrefixNode, int]]) -> None:
-        """Forget units of a launched step that has failed. Sequences that read them must be freed."""
+        """Forget units of a launched step that has failed. Sequences that read them must be freed next."""
         with self._lock.exclusive():
             for node, g in units:
                 if node.blocks[g] is not None:

@@ -284,9 +284,9 @@ class Scheduler:
         self.begun.is_ahead = False
         for s in (s for scheduled, _ in steps for s in scheduled):
             s.sequence.num_awaited, s.sequence.pending_row = 0, None
+        self._prefixes.discard_prefixes([unit for _, committed in steps for unit in committed.units])  # never on disk
         for request in list(self.running):
             self.begun.preempt(request, "recompute")
-        self._prefixes.discard_prefixes([unit for _, committed in steps for unit in committed.units])
 
     def preempt_all(self) -> None:
         """Preempt all running requests, between two steps."""

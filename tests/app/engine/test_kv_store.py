@@ -18,9 +18,10 @@ import pytest
 
 from folio.app.config.engine import KVStore
 from folio.app.engine.engine import Engine
+from folio.app.engine.schedule import read_ahead
 from folio.app.engine.schedule.preemption import PreemptionCostModel
 from folio.app.errors import ConfigError
-from tests.app.engine.engines import engine_of, folder_of, greedy, run, tokens_of
+from tests.app.engine.engines import broken_layer, engine_of, folder_of, greedy, run, tokens_of
 from tests.conftest import MakeCheckpoint, tokens
 
 ROOT = Path(__file__).parents[3]
@@ -200,6 +201,50 @@ def test_many_requests_wait_for_one_prefix(llama: Path, tmp_path: Path) -> None:
         assert {tuple(tokens_of(deltas)) for deltas in run(second).values()} == {tuple(expected)}
         assert second.store is not None
         assert second.store.counts.read >= 12
+
+
+def test_prefixes_are_read_part_by_part(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "_PART_BYTES", 1 << 16)
+    with engine(llama, tmp_path) as first:
+        _, expected = ask(first)
+    with engine(llama, tmp_path) as second:
+        assert second.store is not None
+        sizes: list[int] = []
+        real = second.store.read
+        monkeypatch.setattr(second.recovery, "read_s", lambda num_bytes: 0.0)
+        monkeypatch.setattr(second.store, "read", lambda prefix: (sizes.append(prefix.num_units), real(prefix)))
+        assert ask(second) == (192, expected)
+        assert len(sizes) > 1
+        assert sizes == sorted(set(sizes))
+
+
+def test_a_prefix_that_does_not_stay_is_computed(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not read again and again, where memory is missing or evicts each part for the next one."""
+    with engine(llama, tmp_path) as first:
+        _, expected = ask(first)
+    with engine(llama, tmp_path) as second:
+        assert second.store is not None
+        monkeypatch.setattr(second.store.prefixes, "install", lambda prefix: False)
+        assert ask(second) == (0, expected)
+        monkeypatch.setattr(read_ahead, "_PART_BYTES", 1 << 16)
+        monkeypatch.setattr(second.store.prefixes, "install", lambda prefix: True)
+        second.memory.release_all()
+        assert ask(second) == (0, expected)
+
+
+@pytest.mark.parametrize("async_scheduling", ["on", "off"])
+def test_what_a_failed_step_computed_is_not_written(llama: Path, tmp_path: Path, async_scheduling: str) -> None:
+    with engine(llama, tmp_path, async_scheduling=async_scheduling) as only:
+        only.submit("a", PROMPT, greedy(8))
+        with broken_layer(only, RuntimeError("broken")), pytest.raises(RuntimeError, match="broken"):
+            run(only)
+        settle(only)
+        assert only.store is not None
+        assert only.store.counts.written == 0
+        only.cancel("a")
+        _, expected = ask(only)
+    with engine(llama, tmp_path) as second:
+        assert ask(second) == (192, expected)
 
 
 def test_prefixes_outlive_a_sleep(llama: Path, tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ def opened(
     store = PrefixStore(memory, folder, most_bytes, fingerprint, keeps)
     try:
         yield memory, store
+        if isinstance(memory.backend, FlakyCuda):
+            memory.backend.fake.finish_work()
         settle(store)
         for sequence in list(memory.tables.sequences):
             memory.free(sequence)

@@ -44,6 +44,15 @@ def test_a_prefix_is_there_after_a_restart(
     assert not store.counts.written
 
 
+def test_what_a_step_may_still_write_is_not_copied(tmp_path: Path) -> None:
+    with opened(tmp_path, FlakyCuda) as (memory, store):
+        serve(memory, IDS, 0)
+        time.sleep(0.05)  # the thread could have
+        assert not store.is_idle
+        assert not store.counts.written
+    assert store.counts.written == 6
+
+
 def test_a_longer_prompt_shares_the_stored_part(tmp_path: Path) -> None:
     with opened(tmp_path) as (memory, _):
         serve(memory, IDS, 0)

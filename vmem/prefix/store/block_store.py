@@ -88,10 +88,11 @@ class BlockStore:
     def read(self, place: Place, unit: StoredUnit, buffer: memoryview) -> bool:
         """Read a unit's record; false if it is not there or not intact, and then it is forgotten."""
         segment, slot = place
+        if self._places[unit.group].get(unit.digest) != place:  # the file was deleted meanwhile
+            return False
         is_read = False
         try:
-            if self._places[unit.group].get(unit.digest) == place:  # else the file was deleted meanwhile
-                is_read = segment.read(slot, unit, buffer)
+            is_read = segment.read(slot, unit, buffer)
         except OSError as error:
             logger.warning("%s cannot be read: %s", segment.path, error)
         if is_read:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from folio.vmem.errors import OutOfPages
+from folio.vmem.errors import MapError, OutOfPages
 from folio.vmem.memory import KVMemory
 from folio.vmem.prefix.prefix_tree import PrefixCursor, PrefixNode
 from folio.vmem.prefix.store.block_store import BlockStore, Place
@@ -113,9 +114,14 @@ class StoredPrefixes:
     def read(self, prefix: StoredPrefix) -> None:
         """Read and verify the records, in order, up to the first that is not intact."""
         began = time.perf_counter()
-        prefix.buffer = mmap.mmap(-1, prefix.num_bytes)
+        with suppress(OSError):  # too little host memory: nothing is read
+            prefix.buffer = mmap.mmap(-1, prefix.num_bytes)
         for item in prefix.items:
-            if prefix.is_cancelled or not self._store.read(item.place, item.unit, self._part(prefix, item)):
+            if (
+                prefix.buffer is None
+                or prefix.is_cancelled
+                or not self._store.read(item.place, item.unit, self._part(prefix, item))
+            ):
                 prefix.num_units, prefix.is_intact = item.index, False
                 break
         prefix.seconds = time.perf_counter() - began
@@ -130,8 +136,9 @@ class StoredPrefixes:
             self._records.num_blocks[item.unit.group] * groups[item.unit.group].num_slices for item in prefix.items
         )
 
-    def install(self, prefix: StoredPrefix) -> None:
-        """Make what was read cached blocks, unless it is cached or computed meanwhile, or pages are missing."""
+    def install(self, prefix: StoredPrefix) -> bool:
+        """Make what was read cached blocks, unless it is cached or computed meanwhile. False if pages were missing, or
+        the device refused to map them."""
         memory = self._memory
         path = PrefixCursor(prefix.chain)
         owner = SequenceMemory("block_table", tuple(GroupTable() for _ in memory.groups), prefix=path)
@@ -141,11 +148,12 @@ class StoredPrefixes:
             try:
                 for g in range(len(memory.groups)):
                     self._install_group(g, prefix, path)
-            except OutOfPages:
-                pass
+                memory.mapper.set_fence()
+            except (OutOfPages, MapError):
+                return False
             finally:
                 memory.prefixes.release_prefix(owner)
-                memory.mapper.set_fence()
+        return True
 
     def _install_group(self, g: int, prefix: StoredPrefix, path: PrefixCursor) -> None:
         memory, group, count = self._memory, self._memory.group_memories[g], self._records.num_blocks[g]

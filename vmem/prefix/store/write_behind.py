@@ -30,6 +30,8 @@ _MOST_ENDED = 1024
 _HOT_PERIOD_S, _MOST_HOT_UNITS = 10.0, 4096
 # After an error of the disk nothing is written for this long.
 _REST_S = 60.0
+# Poll interval of a step that may still write what is to be copied.
+_POLL_S = 0.002
 
 
 class WriteBehind:
@@ -44,7 +46,7 @@ class WriteBehind:
         self, memory: KVMemory, store: BlockStore, records: Records, keeps: Callable[[tuple[str, ...]], bool]
     ) -> None:
         self._memory, self._store, self._records, self._keeps = memory, store, records, keeps
-        self._ended: deque[PrefixNode] = deque()
+        self._ended: deque[tuple[PrefixNode, int]] = deque()  # with the fence of the last step that may have written it
         self._due: deque[tuple[PrefixNode, int]] = deque()  # (unit, layer group)
         self._share = _BUSY_SHARE if records.on_host else _BUSY_SHARE_BESIDE_GPU
         self._next_at = 0.0
@@ -57,7 +59,7 @@ class WriteBehind:
     def note_ended(self, node: PrefixNode) -> None:
         """Note that a sequence has ended whose last cached unit is this one."""
         if self._keeps(node.keys):
-            self._ended.append(node)
+            self._ended.append((node, self._memory.mapper.fence))
 
     def wait_s(self) -> float:
         """Seconds until `write_next` has something to do, as far as it is known."""
@@ -69,20 +71,22 @@ class WriteBehind:
         if now >= self._hot_at:
             self._hot_at = now + _HOT_PERIOD_S
             with self._memory.lock:
-                hot = self._memory.tree.hot_nodes(_MOST_HOT_UNITS)
-            self._ended.extend(node for node in hot if self._keeps(node.keys))
+                for node in self._memory.tree.hot_nodes(_MOST_HOT_UNITS):
+                    self.note_ended(node)
         while len(self._ended) > _MOST_ENDED:
-            self._store.counts.dropped += len(self._missing(self._ended.popleft()))
+            self._store.counts.dropped += len(self._missing(self._ended.popleft()[0]))
         if now < self._next_at:
-            return
-        while not self._due and self._ended:
-            self._due.extend(self._missing(self._ended.popleft()))
-        if not self._due:
             return
         began = time.thread_time()
         try:
-            self._write(*self._due.popleft())
-        except OSError as error:
+            while not self._due and self._ended:
+                if not self._memory.backend.completed(self._ended[0][1]):
+                    self._next_at = now + _POLL_S
+                    return
+                self._due.extend(self._missing(self._ended.popleft()[0]))
+            if self._due:
+                self._write(*self._due.popleft())
+        except (OSError, MapError) as error:
             logger.warning("cached prefixes are not written to disk for %.0f s: %s", _REST_S, error)
             self._store.counts.dropped += 1 + len(self._due)
             self._due.clear()
@@ -104,7 +108,7 @@ class WriteBehind:
         return found[::-1]
 
     def _write(self, node: PrefixNode, g: int) -> None:
-        """Copy a unit's blocks, and write them. Raises `OSError`."""
+        """Copy a unit's blocks, and write them. Raises `OSError`, and `MapError` if they cannot be mapped for it."""
         memory = self._memory
         assert node.parent is not None
         with memory.lock.exclusive():  # nothing is evicted until the blocks are copied
@@ -112,11 +116,7 @@ class WriteBehind:
             if block_ids is None or node.pending or self._store.find(g, node.digest) is not None:
                 self._store.counts.dropped += block_ids is None
                 return
-            try:
-                memory.regions.map_homes(memory.group_memories[g], block_ids)
-            except MapError:
-                self._store.counts.dropped += 1
-                return
+            memory.regions.map_homes(memory.group_memories[g], block_ids)
             with memory.lock.unlocked():
                 record = self._records.copy_out(g, block_ids)
         root = memory.prefixes.chain(node.keys).root

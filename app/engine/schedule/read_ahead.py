@@ -14,10 +14,9 @@ from folio.vmem.prefix.store.stored_prefixes import StoredPrefix
 # Bytes that are read for a request before they are installed, and requests for which that is done before they are the
 # queue's head: both bound the host memory that read prefixes take.
 _PART_BYTES, _MOST_READS = 64 << 20, 4
-# The queue's head waits for a part as long as computing it would take, within these bounds …
+# The queue's head waits for a part as long as computing it would take, or at least so long, and at most so long for all
+# parts: a head that does not begin for some seconds more fails (`step_loop`).
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.1, 3.0
-# … and for all parts together so long. A head that does not begin for some seconds more fails (`step_loop`).
-_MOST_WAIT_OF_HEAD_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +32,10 @@ class ReadAhead:
     Args:
         store: of the memory's prefixes.
         recovery: measures reads, and compares them with computing.
-        clock: the current time in seconds.
     """
 
-    def __init__(
-        self,
-        store: PrefixStore,
-        recovery: PreemptionCostModel,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._store, self._recovery, self._clock = store, recovery, clock
+    def __init__(self, store: PrefixStore, recovery: PreemptionCostModel) -> None:
+        self._store, self._recovery = store, recovery
         self._reads: dict[Request, _Read] = {}
         self._head: tuple[Request | None, float] = None, 0.0  # the queue's head, and since when
 
@@ -68,8 +61,7 @@ class ReadAhead:
         compute_s = self._recovery.compute_s(prefix.num_units * unit_tokens - num_before, num_before)
         if self._recovery.read_s(prefix.num_bytes) <= compute_s:
             self._store.read(prefix)
-            wait_s = min(max(compute_s, _LEAST_WAIT_S), _MOST_WAIT_S)
-            self._reads[request] = _Read(prefix, self._clock(), wait_s)
+            self._reads[request] = _Read(prefix, time.perf_counter(), max(compute_s or _MOST_WAIT_S, _LEAST_WAIT_S))
 
     def is_awaited(self, request: Request, fits: Callable[[int], bool]) -> bool:
         """Whether the queue's head should wait for its prefix. Installs what has been read.
@@ -77,14 +69,14 @@ class ReadAhead:
         Args:
             fits: whether so many pages are free.
         """
-        now = self._clock()
+        now = time.perf_counter()
         if request is not self._head[0]:
             self._head = request, now
             self.begin(request, _MOST_READS + 1)
         if (read := self._reads.get(request)) is None:
             return False
         head_since, prefix = self._head[1], read.prefix
-        is_late = now > min(max(read.began, head_since) + read.wait_s, head_since + _MOST_WAIT_OF_HEAD_S)
+        is_late = now > min(max(read.began, head_since) + read.wait_s, head_since + _MOST_WAIT_S)
         if not prefix.is_done:
             if not is_late:
                 return True
@@ -101,8 +93,8 @@ class ReadAhead:
 
     def _install(self, prefix: StoredPrefix) -> bool:
         """Install what was read; whether all of it was intact, and is cached."""
-        began = self._clock()
+        began = time.perf_counter()
         if prefix.num_units == prefix.first_units or not self._store.prefixes.install(prefix):
             return False
-        self._recovery.observe_read(prefix.num_bytes, prefix.seconds + self._clock() - began)
+        self._recovery.observe_read(prefix.num_bytes, prefix.seconds + time.perf_counter() - began)
         return prefix.is_intact

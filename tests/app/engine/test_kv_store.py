@@ -173,6 +173,7 @@ def test_a_request_does_not_wait_for_a_disk_that_hangs(
         assert second.store is not None
         with monkeypatch.context() as patched:
             patched.setattr(second.store, "read", lambda prefix: None)
+            patched.setattr(read_ahead, "_MOST_WAIT_S", 0.1)
             assert ask(second) == (0, expected)
 
 

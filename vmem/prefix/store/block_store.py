@@ -97,7 +97,6 @@ class BlockStore:
             logger.warning("%s cannot be read: %s", segment.path, error)
         if is_read:
             self.counts.read += 1
-            segment.note_read()
         else:
             self.counts.refused += 1
             self._places[unit.group].pop(unit.digest, None)

@@ -16,7 +16,6 @@ import mmap
 import os
 import stat
 import struct
-import time
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,8 +38,6 @@ _ENTRY = struct.Struct(
 )  # digest, parent, root, group, slot, CRC-32 of the record; CRC-32, tokens follow
 _DIGEST_BYTES = 16
 _MODE = 0o600
-# The time of a file's last use is this exact.
-_TOUCH_PERIOD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +113,6 @@ class Segment:
         self._fd = fd
         self._index = mmap.mmap(-1, shape.index_bytes)  # aligned, as O_DIRECT needs it
         self.num_used = 0
-        self._touch_at = 0.0
 
     @classmethod
     def create(cls, path: Path, shape: SegmentShape) -> Segment:
@@ -195,6 +191,8 @@ class Segment:
         if entry != self._entry(slot, unit, crc):
             return False
         offset = ALIGNMENT + self.shape.index_bytes + slot * self.shape.record_bytes
+        with suppress(OSError):
+            os.utime(self._fd)  # of the files, the last to be deleted
         return os.preadv(self._fd, [buffer], offset) == len(buffer) and zlib.crc32(buffer) == crc
 
     def append(self, unit: StoredUnit, buffer: memoryview) -> int:
@@ -210,14 +208,6 @@ class Segment:
         finally:
             self._leave_if_full()
         return slot
-
-    def note_read(self) -> None:
-        """Make the file the last to be deleted, of those that are not in use."""
-        now = time.monotonic()
-        if now >= self._touch_at:
-            self._touch_at = now + _TOUCH_PERIOD_S
-            with suppress(OSError):
-                os.utime(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)

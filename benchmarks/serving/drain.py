@@ -56,7 +56,7 @@ class Stream:
 def run(num_tokens: int) -> tuple[list[Stream], float, float, float, int]:
     """The streams, when replicas were stopped (`time.monotonic`), the seconds until their processes were gone, and
     until the last stream had ended, and the bytes of KV cache that moved."""
-    engine = {"model": "builtin", "dtype": DTYPE, "kv_memory_bytes": 256 << 20, "max_num_seqs": NUM_STREAMS}
+    engine = {"model": "builtin", "dtype": DTYPE, "kv_memory_bytes": 1 << 30, "max_num_seqs": NUM_STREAMS}
     streams = [Stream(seed) for seed in range(NUM_STREAMS)]
     with served(NAME, {"engine": engine}) as app:
         app.deploy(timeout_s=TIMEOUT_S, num_replicas=NUM_REPLICAS)
@@ -90,7 +90,8 @@ def main() -> None:
     num_tokens = 1000 if args.quick else 2500
     streams, begun, gone_s, all_s, num_bytes = run(num_tokens)
     pauses = sorted(
-        max((b - a for a, b in itertools.pairwise(stream.times) if b > begun), default=0.0) for stream in streams
+        max((b - max(a, begun) for a, b in itertools.pairwise(stream.times) if b > begun), default=0.0)
+        for stream in streams
     )
     broken = [stream.error for stream in streams if stream.error]
     figures = {

@@ -58,7 +58,7 @@ class Outcomes:
         seeds = sorted({seed for seed, _ in self.sampled})
         prompt = tokenizer(PROMPT)["input_ids"]
         with LLM("builtin", dtype=DTYPE, kv_memory_bytes=64 << 20) as llm:
-            params = [SamplingParams(seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True) for seed in seeds]
+            params = [SamplingParams(seed=seed, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS) for seed in seeds]
             right = {seed: llm.generate([prompt], [one])[0].text for seed, one in zip(seeds, params, strict=True)}
         for seed, text in self.sampled:
             if text != right[seed]:
@@ -180,9 +180,9 @@ class Client(threading.Thread):
         return "answered"
 
     def _sampled(self) -> dict[str, Any]:
-        """The body of a request for `NUM_TOKENS` sampled tokens."""
+        """The body of a request for `NUM_TOKENS` sampled tokens, all with text: none ends the output."""
         seed = self._random.randrange(NUM_SEEDS)
-        return {"model": "builtin", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": seed}
+        return {"model": "builtin", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "min_tokens": NUM_TOKENS, "seed": seed}
 
     def _judge(self, status: int, text: str) -> str:
         """The outcome of an error answer: whether it is a proper, retryable error."""

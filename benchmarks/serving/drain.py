@@ -38,7 +38,14 @@ class Stream:
     def read(self, url: str, num_tokens: int) -> None:
         import httpx
 
-        body = {"model": "builtin", "prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+        # `min_tokens`: tokens that end an output have no text, and a stream with many of them would seem to pause.
+        body = {
+            "model": "builtin",
+            "prompt": PROMPT,
+            "max_tokens": num_tokens,
+            "min_tokens": num_tokens,
+            "stream": True,
+        }
         with httpx.stream(
             "POST", f"{url}/v1/completions", json=body | {"seed": self.seed}, timeout=TIMEOUT_S
         ) as answer:
@@ -79,7 +86,7 @@ def num_wrong(streams: list[Stream], num_tokens: int) -> int:
     tokenizer: Any = load_tokenizer("builtin")
     prompt = tokenizer(PROMPT)["input_ids"]
     with LLM("builtin", dtype=DTYPE, kv_memory_bytes=64 << 20) as llm:
-        params = [SamplingParams(seed=stream.seed, max_tokens=num_tokens, ignore_eos=True) for stream in streams]
+        params = [SamplingParams(seed=stream.seed, max_tokens=num_tokens, min_tokens=num_tokens) for stream in streams]
         texts = [output.text for output in llm.generate([prompt] * NUM_STREAMS, params)]
     return sum(stream.text != text for stream, text in zip(streams, texts, strict=True) if not stream.error)
 

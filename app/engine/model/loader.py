@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from folio.app.config.checkpoint import weight_faults
 from folio.app.config.engine import KVDtype, ResolvedConfig
 from folio.app.config.machine import Machine, check_resources
+from folio.app.engine.layers.batch_invariance import make_batch_invariant
 from folio.app.engine.layers.cpu_layer import run_in_one_call
 from folio.app.engine.layers.linear import keep_logits_unrounded
 from folio.app.engine.layers.sharding import install_collectives
@@ -167,6 +168,8 @@ def load_model(
         )
         if has_scales(loaded.cache_dtype) and config.load_format == "auto":
             loaded = replace(loaded, stored_scales=stored_scales(weight_files(resolve_model(config.model))))
+        if config.batch_invariant:
+            make_batch_invariant(module, made.recurrent_layers, comm)
         if comm is not None and made.plan is not None:
             install_collectives(module, made.plan, comm)
         elif adapters is None and device.type == "cpu":

@@ -3,6 +3,8 @@
 Some models ignore a registered attention function, others silently mix the sequences of a packed batch. Two short
 prompts are computed by Folio, in chunks that mix prefill and decode, and by transformers, one prompt at a time.
 
+For `batch_invariant` each prompt is also computed alone and whole, to be compared bit for bit.
+
 With a cache of 8-bit floats the packed logits are compared with those of one prompt at a time whose keys and values are
 rounded in the same way; these may differ from transformers' by no more than rounding explains.
 """
@@ -21,7 +23,7 @@ from folio.app.engine.ranks.executor import Executor
 from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.schedule.scheduled import Scheduled
-from folio.app.errors import ModelError
+from folio.app.errors import ConfigError, ModelError
 from folio.vmem import KVMemory, LayerGroup, ViewPolicy, VmemError, select_backend
 from folio.vmem.tensor_parallel.mirror import mirror
 
@@ -37,10 +39,15 @@ TOLERANCE_8_BITS, TOLERANCE_OF_ROUNDING = 0.03, 0.8
 STEPS = ((11, 0), (1, 7), (1, 13), (1, 1))
 
 
-def self_test(executor: Executor, groups: abc.Sequence[LayerGroup], view: ViewPolicy) -> None:
+def self_test(
+    executor: Executor, groups: abc.Sequence[LayerGroup], view: ViewPolicy, *, batch_invariant: bool = False
+) -> None:
     """Raise `ModelError` unless packed logits agree with the model's own. Creates a small KV memory for the test.
 
     With "auto" one prompt is read in the region view and the other in the home view.
+
+    Args:
+        batch_invariant: raise `ConfigError`, too, unless prompts alone and whole have the same logits, bit for bit.
     """
     model = executor.model
     generator = torch.Generator().manual_seed(0)
@@ -76,12 +83,19 @@ def self_test(executor: Executor, groups: abc.Sequence[LayerGroup], view: ViewPo
         raise
     try:
         executor.bind_memory(memory)
-        fresh, cached = _differences(executor, memory, prompts, expected, views)
+        actual = _logits(executor, memory, prompts, views, STEPS)
+        if batch_invariant:
+            whole = _logits(executor, memory, prompts, views, [(lengths[0], 0), (0, lengths[1])])
+            _check_equal(model, actual, whole)
     finally:
         memory.close()
     # With few bits rounding can change a router's choice of experts, and with that single rows; mixed sequences change
     # nearly all rows that read the cache, or nearly all that do not.
     summary = max if model.cache_dtype == torch.float32 else statistics.median
+    firsts = [next(filter(None, counts)) for counts in zip(*STEPS, strict=True)]
+    relative = [_relative(rows, correct) for rows, correct in zip(actual, expected, strict=True)]
+    fresh = [off for offs, first in zip(relative, firsts, strict=True) for off in offs[:first]]
+    cached = [off for offs, first in zip(relative, firsts, strict=True) for off in offs[first:]]
     difference = max(summary(fresh), summary(cached))
     if not difference <= tolerance:  # NaN fails too
         raise ModelError(
@@ -89,6 +103,16 @@ def self_test(executor: Executor, groups: abc.Sequence[LayerGroup], view: ViewPo
             f"(relative difference {difference:.2g}, allowed {tolerance}); outputs would be wrong"
         )
     logger.info("self-test passed: relative difference %.2g", difference)
+
+
+def _check_equal(model: LoadedModel, packed: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
+    different = sum(int((a != b).any(-1).sum()) for a, b in zip(packed, whole, strict=True))
+    if different:
+        raise ConfigError(
+            f"batch_invariant is true, but {different} of {sum(map(len, whole))} tokens of "
+            f"{model.module.config.model_type} have other logits in a packed batch than in a prompt alone; leave "
+            "batch_invariant out"
+        )
 
 
 def _check_rounding(model: LoadedModel, rounded: list[torch.Tensor], own: list[torch.Tensor]) -> None:
@@ -102,15 +126,15 @@ def _check_rounding(model: LoadedModel, rounded: list[torch.Tensor], own: list[t
         )
 
 
-def _differences(
+def _logits(
     executor: Executor,
     memory: KVMemory,
     prompts: list[torch.Tensor],
-    expected: list[torch.Tensor],
     views: abc.Sequence[ViewPolicy],
-) -> tuple[list[float], list[float]]:
-    """Relative differences of rows in first chunks, and of rows that read tokens cached by earlier steps."""
-    differences: tuple[list[float], list[float]] = ([], [])
+    steps: abc.Sequence[tuple[int, ...]],
+) -> list[torch.Tensor]:
+    """Each prompt's logits `[num_tokens, vocab_size]`, computed in these steps."""
+    logits: list[list[torch.Tensor]] = [[] for _ in prompts]
     sequences = []
     for i, tokens in enumerate(prompt.tolist() for prompt in prompts):
         params = SamplingParams()
@@ -121,19 +145,17 @@ def _differences(
         for sequence, own in zip(sequences, memories, strict=True):
             sequence.memory = own
             memory.append(own, len(sequence.token_ids))
-        for counts in STEPS:
+        for counts in steps:
             scheduled = [Scheduled(sequence, n) for sequence, n in zip(sequences, counts, strict=True) if n]
             memory.ensure(demands(scheduled))
             actual = executor.run(executor.planner.plan(scheduled, all_logits=True), memory)
             for s, rows in zip(scheduled, actual.split([s.num_tokens for s in scheduled]), strict=True):
-                start = s.sequence.num_computed
-                correct = expected[sequences.index(s.sequence)][start : start + s.num_tokens]
-                differences[start > 0].extend(_relative(rows, correct))
+                logits[sequences.index(s.sequence)].append(rows.clone())
                 s.sequence.num_computed += s.num_tokens
     finally:
         for own in memories:
             memory.free(own)
-    return differences
+    return [torch.cat(rows) for rows in logits]
 
 
 def _relative(actual: torch.Tensor, correct: torch.Tensor) -> list[float]:

@@ -64,6 +64,7 @@ def _variant(model: nn.Module, recurrent_layers: Collection[int], comm: Communic
     """Reasons why rows depend on each other."""
     if recurrent_layers:
         yield f"{len(recurrent_layers)} layers are recurrent, and scan a prompt in another order than single tokens"
+        return
     if comm is not None and comm.size > 2 and not isinstance(comm, MemoryCommunicator):
         yield f"{comm.size} ranks add over {comm.transport}, in an order that depends on the size; use at most 2"
     multiplied = [path for path, module in model.named_modules() if _is_multiplied_elsewhere(module)]
@@ -77,8 +78,8 @@ def _variant(model: nn.Module, recurrent_layers: Collection[int], comm: Communic
 
 def _is_multiplied_elsewhere(module: nn.Module) -> bool:
     """Whether a module has matrices that another product than Folio's multiplies."""
-    if isinstance(module, nn.Embedding | InvariantLinear):
-        return False
+    if isinstance(module, nn.Embedding | InvariantLinear) or "Norm" in type(module).__name__:
+        return False  # norms of single heads have a row for each
     packed = getattr(module, "packed", None)
     if packed is not None and not isinstance(packed, PackedWeight):
         return True

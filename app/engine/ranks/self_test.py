@@ -61,26 +61,7 @@ def self_test(
         _check_rounding(model, expected, own)
         tolerance = max(tolerance, TOLERANCE_8_BITS)
     views: tuple[ViewPolicy, ...] = ("block_table", "region") if view == "auto" else (view, view)
-    num_pages = sum(len(prompts) * group.most_pages(max(lengths), max(lengths)) for group in groups)
-    page_bytes = groups[0].layout.page_bytes
-    extent_pages = groups[0].layout.extent_pages
-    num_pages = -(-num_pages // extent_pages) * extent_pages
-    capacity = num_pages * page_bytes + groups[0].layout.handle_bytes  # and the anchor page
-    local = select_backend(model.module.device, capacity_bytes=capacity)
-    backend, contents = mirror(local, executor.ranks, capacity_bytes=capacity)
-    try:
-        memory = KVMemory(
-            backend,
-            groups,
-            budget_bytes=num_pages * page_bytes,
-            num_regions=len(prompts),
-            max_tokens=max(lengths),
-            prefix_cache=False,
-            contents=contents,
-        )
-    except VmemError:
-        backend.close()
-        raise
+    memory = _make_memory(executor, groups, lengths)
     try:
         executor.bind_memory(memory)
         actual = _logits(executor, memory, prompts, views, STEPS)
@@ -89,20 +70,37 @@ def self_test(
             _check_equal(model, actual, whole)
     finally:
         memory.close()
-    # With few bits rounding can change a router's choice of experts, and with that single rows; mixed sequences change
-    # nearly all rows that read the cache, or nearly all that do not.
-    summary = max if model.cache_dtype == torch.float32 else statistics.median
-    firsts = [next(filter(None, counts)) for counts in zip(*STEPS, strict=True)]
-    relative = [_relative(rows, correct) for rows, correct in zip(actual, expected, strict=True)]
-    fresh = [off for offs, first in zip(relative, firsts, strict=True) for off in offs[:first]]
-    cached = [off for offs, first in zip(relative, firsts, strict=True) for off in offs[first:]]
-    difference = max(summary(fresh), summary(cached))
+    difference = _difference(model, actual, expected)
     if not difference <= tolerance:  # NaN fails too
         raise ModelError(
             f"self-test failed: {model.module.config.model_type} gives other logits in a packed batch than alone "
             f"(relative difference {difference:.2g}, allowed {tolerance}); outputs would be wrong"
         )
     logger.info("self-test passed: relative difference %.2g", difference)
+
+
+def _make_memory(executor: Executor, groups: abc.Sequence[LayerGroup], lengths: list[int]) -> KVMemory:
+    """A memory for sequences of these lengths, on all ranks."""
+    num_pages = sum(len(lengths) * group.most_pages(max(lengths), max(lengths)) for group in groups)
+    page_bytes = groups[0].layout.page_bytes
+    extent_pages = groups[0].layout.extent_pages
+    num_pages = -(-num_pages // extent_pages) * extent_pages
+    capacity = num_pages * page_bytes + groups[0].layout.handle_bytes  # and the anchor page
+    local = select_backend(executor.model.module.device, capacity_bytes=capacity)
+    backend, contents = mirror(local, executor.ranks, capacity_bytes=capacity)
+    try:
+        return KVMemory(
+            backend,
+            groups,
+            budget_bytes=num_pages * page_bytes,
+            num_regions=len(lengths),
+            max_tokens=max(lengths),
+            prefix_cache=False,
+            contents=contents,
+        )
+    except VmemError:
+        backend.close()
+        raise
 
 
 def _check_equal(model: LoadedModel, packed: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
@@ -156,6 +154,21 @@ def _logits(
         for own in memories:
             memory.free(own)
     return [torch.cat(rows) for rows in logits]
+
+
+def _difference(model: LoadedModel, actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The relative difference of rows in first chunks, or of rows that read tokens cached by earlier steps if that is
+    larger."""
+    fresh: list[float] = []
+    cached: list[float] = []
+    for rows, correct, counts in zip(actual, expected, zip(*STEPS, strict=True), strict=True):
+        first, relative = next(filter(None, counts)), _relative(rows, correct)
+        fresh += relative[:first]
+        cached += relative[first:]
+    # With few bits rounding can change a router's choice of experts, and with that single rows; mixed sequences change
+    # nearly all rows that read the cache, or nearly all that do not.
+    summary = max if model.cache_dtype == torch.float32 else statistics.median
+    return max(summary(fresh), summary(cached))
 
 
 def _relative(actual: torch.Tensor, correct: torch.Tensor) -> list[float]:

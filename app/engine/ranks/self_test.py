@@ -3,7 +3,7 @@
 Some models ignore a registered attention function, others silently mix the sequences of a packed batch. Two short
 prompts are computed by Folio, in chunks that mix prefill and decode, and by transformers, one prompt at a time.
 
-For `batch_invariant` each prompt is also computed alone and whole, to be compared bit for bit.
+For `batch_invariant` each prompt is also computed whole and token by token, to be compared bit for bit.
 
 With a cache of 8-bit floats the packed logits are compared with those of one prompt at a time whose keys and values are
 rounded in the same way; these may differ from transformers' by no more than rounding explains.
@@ -47,7 +47,7 @@ def self_test(
     With "auto" one prompt is read in the region view and the other in the home view.
 
     Args:
-        batch_invariant: raise `ConfigError`, too, unless prompts alone and whole have the same logits, bit for bit.
+        batch_invariant: raise `ConfigError`, too, unless whole prompts and single tokens have the same logits.
     """
     model = executor.model
     generator = torch.Generator().manual_seed(0)
@@ -67,7 +67,9 @@ def self_test(
         actual = _logits(executor, memory, prompts, views, STEPS)
         if batch_invariant:
             whole = _logits(executor, memory, prompts, views, [(lengths[0], 0), (0, lengths[1])])
-            _check_equal(model, actual, whole)
+            single = [(int(i < lengths[0]), int(i < lengths[1])) for i in range(max(lengths))]
+            _check_equal(model, whole, actual)
+            _check_equal(model, whole, _logits(executor, memory, prompts, views, single))
     finally:
         memory.close()
     difference = _difference(model, actual, expected)
@@ -103,12 +105,12 @@ def _make_memory(executor: Executor, groups: abc.Sequence[LayerGroup], lengths: 
         raise
 
 
-def _check_equal(model: LoadedModel, packed: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
-    different = sum(int((a != b).any(-1).sum()) for a, b in zip(packed, whole, strict=True))
+def _check_equal(model: LoadedModel, whole: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    different = sum(int((a != b).any(-1).sum()) for a, b in zip(whole, others, strict=True))
     if different:
         raise ConfigError(
             f"batch_invariant is true, but {different} of {sum(map(len, whole))} tokens of "
-            f"{model.module.config.model_type} have other logits in a packed batch than in a prompt alone; leave "
+            f"{model.module.config.model_type} have other logits in other steps than in those of a whole prompt; leave "
             "batch_invariant out"
         )
 

@@ -196,4 +196,12 @@ class ModelUnavailableError(UnavailableError):
 
 
 class NoReplicaError(UnavailableError):
-    """There is no replica, and the request has waited for as long as it may, or too many others wait already."""
+    """There is no replica, and the request has waited for as long as it may, or too many others wait already.
+
+    Attributes:
+        replaced_within_s: time in which replicas that have gone are replaced, by measured starts; 0 if there were none.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s)
+        self.replaced_within_s = 0.0

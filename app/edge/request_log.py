@@ -51,6 +51,8 @@ def _fields(context: RequestContext) -> dict[str, str | int]:
         fields["prompt_tokens"] = context.prompt_tokens
         fields["cached_tokens"] = context.cached_tokens
         fields["output_tokens"] = context.output_tokens
+    if context.num_continued:
+        fields["continued"] = context.num_continued
     if context.key is not None:
         fields["key"] = context.key.name
         if context.key.tenant is not None:

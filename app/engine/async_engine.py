@@ -184,8 +184,8 @@ class AsyncEngine:
             request.request_id,
             partial(self._engine.prepare, request),
             (len(request.prompt_token_ids), request.expected_cached_tokens or 0),
-            slow=request.params.compiles,
-            check_queue=True,
+            slow=request.params.compiles or bool(request.begun),
+            check_queue=not request.begun,  # its client waits for the rest
             pace=pace,
             owner=request.owner,
         )
@@ -200,6 +200,7 @@ class AsyncEngine:
         timeout_s: float | None = None,
         pace: Pace | None = None,
         owner: str | None = None,
+        note: Callable[[EngineRequest], None] | None = None,
     ) -> AsyncGenerator[list[Delta], None]:
         """Continue an output of a request that runs, or has just ended, in `params.n` sequences (`Engine.fork`).
 
@@ -208,6 +209,7 @@ class AsyncEngine:
             timeout_s: seconds until the forks end with `DeadlineError`.
             pace: see `stream`.
             owner: only requests of this owner can be forked; `None`: all requests can.
+            note: called, before the first delta, with the request that other engines would need for the same.
 
         Raises:
             UnknownRequestError: the output does not exist, or is no longer kept; raised before the first delta.
@@ -220,7 +222,9 @@ class AsyncEngine:
             parent_id, parent_owner = self.driver.names.get(request_id, (None, None))
             if parent_id is None or owner not in (None, parent_owner):
                 raise UnknownRequestError(f"there is no request {request_id!r} here", "request_id")
-            self._engine.fork(parent_id, unique_id, params, index=index, timeout_s=timeout_s)
+            asked = self._engine.fork(parent_id, unique_id, params, index=index, timeout_s=timeout_s)
+            if note is not None:
+                note(asked)
 
         def prepare() -> Begin:
             check_timeout(timeout_s)
@@ -229,6 +233,11 @@ class AsyncEngine:
 
         name, compiles = fork_id or f"fork of {request_id}", params.compiles
         return self._deltas(name, prepare, (0, 0), slow=compiles, pace=pace, owner=owner)
+
+    def has_output(self, request_id: str, index: int) -> bool:
+        """Whether `fork` would find that output."""
+        unique_id, _ = self.driver.names.get(request_id, ("", None))
+        return unique_id in self._engine.requests or self._engine.decoder.ended.get(unique_id, index) is not None
 
     async def pin(self, name: str, prompt_token_ids: Sequence[int], **options: Any) -> None:
         """Compute a prefix and keep it in the cache until `unpin`; returns when it is pinned. Idempotent.

@@ -28,7 +28,7 @@ from folio.app.engine.request.text_prefix import encode_pinned
 from folio.app.engine.sampling.beam import BeamSearch
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.schedule.pin_restorer import PinRestorer
-from folio.app.engine.step.intake import check_fork
+from folio.app.engine.step.intake import BegunState, check_fork
 from folio.app.engine.step.parts import Admit, EngineParts
 from folio.app.errors import ConfigError, DeadlineError, RequestError, UnknownPinError, UnknownRequestError
 from folio.vmem import BudgetAnswer, BudgetError, CachedPrefix, MemoryReport, PinError
@@ -108,8 +108,9 @@ class Engine(EngineParts):
         """Whether the last step found too little memory for any request, on a shared device."""
         return self._steps.starved
 
-    def prepare(self, request: EngineRequest, *, keys: tuple[str, ...] | None = None) -> Begin:
-        """Validate a request; returns `add_request` for it. From any thread.
+    def prepare(self, request: EngineRequest) -> Begin:
+        """Validate a request, and replay what another engine has generated of it; returns `add_request` for it. From
+        any thread.
 
         Raises:
             RequestError: an empty prompt, an unknown token or adapter, or parameters that this model cannot serve.
@@ -119,7 +120,8 @@ class Engine(EngineParts):
         if request.pooling is None:
             self.intake.check_generates()
         max_tokens = self.intake.validate_request(request)
-        return lambda request_id: self.add_request(request_id, request, max_tokens, keys=keys)
+        begun = self.intake.replay(request)
+        return lambda request_id: self.add_request(request_id, request, max_tokens, begun=begun)
 
     def submit(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any) -> None:
         """Validate and queue a request. If its adapter cannot be loaded, a delta says so.
@@ -140,7 +142,7 @@ class Engine(EngineParts):
         request: EngineRequest,
         max_tokens: int,
         *,
-        keys: tuple[str, ...] | None = None,
+        begun: Collection[BegunState] = (),
         pin_name: str | None = None,
     ) -> None:
         """Queue a validated request, whatever the length of the queue.
@@ -148,7 +150,7 @@ class Engine(EngineParts):
         Args:
             request_id: the engine's id.
             max_tokens: most output tokens.
-            keys: keys of its prefixes, instead of those that follow from the request.
+            begun: the states of `request.begun`.
             pin_name: compute a prefix (`RequestValidator.prefix_to_pin`) and pin it under this name.
 
         Raises:
@@ -156,7 +158,7 @@ class Engine(EngineParts):
         """
         self._check_id(request_id)
         asked = self._with_adapter_id(request)
-        created = self.intake.create_request(request_id, asked, max_tokens, keys=keys, pin_name=pin_name)
+        created = self.intake.create_request(request_id, asked, max_tokens, begun=begun, pin_name=pin_name)
         self._set_deadline(created, asked.timeout_s)
         self.adapters.add(created)
         self.requests[request_id] = created  # last: a failure before this leaves nothing behind
@@ -169,8 +171,9 @@ class Engine(EngineParts):
         *,
         index: int = 0,
         timeout_s: float | None = None,
-    ) -> None:
-        """Continue output `index` of a request that runs, or has just ended, in `params.n` sequences.
+    ) -> EngineRequest:
+        """Continue output `index` of a request that runs, or has just ended, in `params.n` sequences. Returns the
+        request that other engines would need for the same.
 
         Forks of a running output are a request of their own and share what is computed. Of an output that has ended,
         the prefix cache may still hold a part. Deltas and `max_tokens` of a fork begin with its own first token.
@@ -189,7 +192,7 @@ class Engine(EngineParts):
                 f"the beam search of {request_id!r} has not ended; fork it when it has ended", "request_id"
             )
         if running:
-            forks, states, most_tokens = self.intake.create_fork(fork_id, running[0], params)
+            asked, forks, states, most_tokens = self.intake.create_fork(fork_id, running[0], params)
             self.decoder.fork_running(running[0], forks, states, most_tokens)
             self._set_deadline(forks, timeout_s)
             if any(sequence.memory is not None for sequence in forks.sequences):
@@ -199,13 +202,14 @@ class Engine(EngineParts):
             self.requests[fork_id] = forks
         elif (ended := self.decoder.ended.get(request_id, index)) is not None:
             check_fork(params)
-            forks_of = replace(ended.request, request_id=fork_id, params=params, timeout_s=timeout_s)
-            self.prepare(forks_of, keys=ended.keys)(fork_id)
+            asked = replace(ended, request_id=fork_id, params=params, timeout_s=timeout_s)
+            self.prepare(asked)(fork_id)
         else:
             raise UnknownRequestError(
                 f"output {index} of request {request_id!r} is no longer kept; send its text as a prompt",
                 "request_id",
             )
+        return asked
 
     def pin(self, request_id: str, name: str, prompt_token_ids: Sequence[int], **options: Any) -> None:
         """Compute a prefix, unless it is cached, and keep it until `unpin`. Idempotent. The request has one delta.
@@ -218,20 +222,16 @@ class Engine(EngineParts):
         """
         self.prepare_pin(name, prompt_token_ids, **options)(request_id)
 
-    def prepare_pin(
-        self, name: str, prompt_token_ids: Sequence[int], *, keys: tuple[str, ...] | None = None, **options: Any
-    ) -> Begin:
+    def prepare_pin(self, name: str, prompt_token_ids: Sequence[int], **options: Any) -> Begin:
         """Validate a pin; returns `add_request` for it. From any thread; may block.
 
         Args:
-            keys: keys of the prefix, instead of those that follow from the options.
-            options: see `pin`.
+            options: see `pin`, and `prefix_keys`.
         """
         request = self._with_adapter_id(EngineRequest(f"pin {name}", prompt_token_ids, _PIN, **options))
-        keys = self.intake.prefix_keys(request) if keys is None else keys
-        to_pin = self.intake.prefix_to_pin(name, request, keys)
-        self._pin_restorer.check_same(name, to_pin.prompt_token_ids, keys)
-        return lambda request_id: self.add_request(request_id, to_pin, 1, keys=keys, pin_name=name)
+        to_pin = self.intake.prefix_to_pin(name, request)
+        self._pin_restorer.check_same(name, to_pin.prompt_token_ids, self.intake.prefix_keys(to_pin))
+        return lambda request_id: self.add_request(request_id, to_pin, 1, pin_name=name)
 
     def unpin(self, name: str) -> None:
         """Let a pinned prefix be evicted like others, between two steps. Raises `UnknownPinError` for another name."""
@@ -352,8 +352,8 @@ class Engine(EngineParts):
         self._pin_restorer.restore(self._queue_pin)
 
     def _queue_pin(self, request_id: str, pin: CachedPrefix) -> None:
-        request = EngineRequest(request_id, pin.token_ids, _PIN, adapter=adapter_of(pin.keys))
-        self.add_request(request_id, request, 1, keys=pin.keys, pin_name=pin.pin_name)
+        request = EngineRequest(request_id, pin.token_ids, _PIN, adapter=adapter_of(pin.keys), prefix_keys=pin.keys)
+        self.add_request(request_id, request, 1, pin_name=pin.pin_name)
 
     @property
     def adapter_bytes(self) -> int:

@@ -329,7 +329,7 @@ def _add_prefix(engine: Engine, request_id: str, prefix: CachedPrefix) -> None:
     if prefix.pin_name is None:
         _add(engine, request_id, prefix.token_ids, SamplingParams(max_tokens=1), prefix.keys, adapter)
     else:
-        engine.prepare_pin(prefix.pin_name, prefix.token_ids, keys=prefix.keys, adapter=adapter)(request_id)
+        engine.prepare_pin(prefix.pin_name, prefix.token_ids, prefix_keys=prefix.keys, adapter=adapter)(request_id)
 
 
 def _add(
@@ -345,5 +345,5 @@ def _add(
     if not engine.model.generates:
         assert engine.model.pooling is not None
         pooling = PoolingParams(engine.model.pooling.kind)
-    request = EngineRequest(request_id, token_ids, params, adapter=adapter, pooling=pooling)
-    engine.prepare(request, keys=keys)(request_id)
+    request = EngineRequest(request_id, token_ids, params, adapter=adapter, pooling=pooling, prefix_keys=keys)
+    engine.prepare(request)(request_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from folio.app.config.added_model import AddedModel
@@ -16,6 +16,8 @@ from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.shelf.status import ModelStatus
 from folio.vmem import CachedPrefix
 
+# Bounds of a call that pools several short prompts, which saves calls: each takes as long as hundreds of tokens.
+_MOST_POOLED, _MOST_POOLED_TOKENS = 16, 4096
 _REPORT_FIELDS = {field.name for field in fields(ReplicaReport)}
 _STEP_FIELDS = {field.name for field in fields(StepTimes)}
 
@@ -46,6 +48,7 @@ class GenerateRequest(EngineRequest):
         more_prompts: further prompts to pool in the same call; output `i + 1` is of `more_prompts[i]`.
         model: the model's name at the replica; empty: the first one.
         shows_progress: the replica sends a `Progress` every `PROGRESS_S` without output.
+        whole: the caller puts the pieces together, and needs them only for a continuation: they come seldom.
     """
 
     adapter_key: str | None = None
@@ -59,6 +62,7 @@ class GenerateRequest(EngineRequest):
     more_prompts: tuple[Sequence[int], ...] = ()
     model: str = ""
     shows_progress: bool = False
+    whole: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -98,7 +102,7 @@ class ForkCall:
 
     Attributes:
         owner: the only owner whose requests may be continued; `None`: the caller may continue all.
-        model: see `GenerateRequest`.
+        model, whole: see `GenerateRequest`.
     """
 
     request_id: str
@@ -109,6 +113,13 @@ class ForkCall:
     timeout_s: float | None = None
     owner: str | None = None
     model: str = ""
+    whole: bool = False
+
+    def as_generated(self, asked: EngineRequest) -> GenerateRequest:
+        """The call that gets the same forks from any replica, given the engine's `asked` for them."""
+        of_engine = {field.name: getattr(asked, field.name) for field in fields(EngineRequest)}
+        of_call = {"request_id": self.request_id, "timeout_s": self.timeout_s, "owner": self.owner}
+        return GenerateRequest(**of_engine | of_call, model=self.model, whole=self.whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +147,11 @@ class HostedModel:
     max_model_len: int | None
 
 
-def reports_as_stats(reports: Mapping[str, ReplicaReport]) -> dict[str, Any]:
-    """A replica's report of each model, at least one, in plain types, for the way through Serve's controller, which
-    does not import Folio."""
+def reports_as_stats(reports: Mapping[str, ReplicaReport], start_s: float) -> dict[str, Any]:
+    """A replica's report of each model, at least one, and the seconds that its start took, in plain types, for the way
+    through Serve's controller, which does not import Folio."""
     return {
+        "start_s": start_s,
         "made_at": max(report.made_at for report in reports.values()),
         "models": {name: asdict(report) for name, report in reports.items()},
     }
@@ -147,7 +159,7 @@ def reports_as_stats(reports: Mapping[str, ReplicaReport]) -> dict[str, Any]:
 
 def reports_from_stats(stats: Mapping[str, Any]) -> dict[str, ReplicaReport] | None:
     """The inverse of `reports_as_stats`; `None` for another version's reports, as during an update."""
-    if stats.keys() != {"made_at", "models"}:
+    if stats.keys() != {"start_s", "made_at", "models"}:
         return None
     reports: dict[str, ReplicaReport] = {}
     for name, of_model in stats["models"].items():
@@ -186,8 +198,8 @@ class Piece:
     pooled: bytes | None = None
 
     @staticmethod
-    def from_deltas(deltas: Sequence[Delta], prompt_logprobs: tuple[TokenLogprobs, ...], replica: str) -> Piece:
-        """Join deltas: at least one, all of one output, none with an error."""
+    def joined(deltas: Sequence[Delta | Piece], prompt_logprobs: tuple[TokenLogprobs, ...], replica: str) -> Piece:
+        """Join deltas or pieces: at least one, all of one output, none with an error."""
         last = deltas[-1]
         return Piece(
             text="".join(delta.text for delta in deltas),
@@ -217,27 +229,55 @@ class PieceCollector:
     def __init__(self, replica: str) -> None:
         self._replica = replica
         self._held: dict[int, list[Delta]] = {}
+        self._ready: dict[int, None] = {}  # outputs with new text, and those that have ended; the latest is the last
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
-    def push(self, deltas: Sequence[Delta]) -> list[Piece]:
-        """A piece of each output that has new text or has ended; the piece that ends the request is the last."""
-        self.hold(deltas)
-        latest_first = dict.fromkeys(d.index for d in reversed(deltas) if d.text or d.finished)
-        return [self._take(index) for index in reversed(latest_first)]
-
     def hold(self, deltas: Sequence[Delta]) -> None:
-        """Keep deltas for `held_pieces`."""
+        """Keep deltas for `pieces`."""
         for delta in deltas:
             self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
             self._held.setdefault(delta.index, []).append(delta)
+            if delta.text or delta.finished:
+                self._ready.pop(delta.index, None)
+                self._ready[delta.index] = None
 
-    def held_pieces(self) -> list[Piece]:
-        """The held deltas, each output in one piece, in order."""
-        return [self._take(index) for index in sorted(self._held)]
+    def pieces(self) -> list[Piece]:
+        """A piece of each output that has new text or has ended; the piece that ends the request is the last."""
+        ready, self._ready = self._ready, {}
+        return [self._take(index) for index in ready]
 
     def _take(self, index: int) -> Piece:
         entries, self._prompt_logprobs = self._prompt_logprobs, ()
-        return Piece.from_deltas(self._held.pop(index), entries, self._replica)
+        return Piece.joined(self._held.pop(index), entries, self._replica)
+
+
+def whole_outputs(pieces: Sequence[Piece]) -> list[Piece]:
+    """A whole answer: each output in one piece, in order."""
+    outputs: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        outputs.setdefault(piece.index, []).append(piece)
+    return [
+        of_output[0]
+        if len(of_output) == 1
+        else Piece.joined(of_output, of_output[0].prompt_logprobs, of_output[0].replica)
+        for _, of_output in sorted(outputs.items())
+    ]
+
+
+def grouped_to_pool(calls: Sequence[GenerateRequest], most: int) -> list[GenerateRequest]:
+    """Merge up to `most` adjacent calls into one, while their prompts together are short."""
+    most, groups = min(most, _MOST_POOLED), list[GenerateRequest]()
+    for call in calls:
+        last = groups[-1] if groups else None
+        if (
+            last is None
+            or 1 + len(last.more_prompts) >= most
+            or last.num_prompt_tokens + len(call.prompt_token_ids) > _MOST_POOLED_TOKENS
+        ):
+            groups.append(call)
+        else:
+            groups[-1] = replace(last, more_prompts=(*last.more_prompts, call.prompt_token_ids))
+    return groups
 
 
 def public_id(request_id: str, replica: str) -> str:

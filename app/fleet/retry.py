@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import time
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Literal
 
+from folio.app.engine.request.engine_request import BegunOutput
+from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import DeadlineError, ModelUnavailableError, NoReplicaError, OverloadedError, UnavailableError
-from folio.app.fleet.messages import GenerateRequest
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
 from folio.app.fleet.overload import LoadShedder
 
 logger = logging.getLogger(__name__)
@@ -29,11 +33,55 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 # Longest time in which a cancelled request ends: a step, and the delivery of the cancellation.
 _ENDS_WITHIN_S = 2.0
 
-Reason = Literal["unavailable", "overloaded"]
+Reason = Literal["unavailable", "overloaded", "continued"]
+
+
+class DeliveredOutputs:
+    """What a caller has of its call's outputs: 4 bytes a token, from which another replica continues.
+
+    Args:
+        params: with a seed, from which alone the noise of every replica follows.
+        given: what the call's outputs begin with, if anything.
+    """
+
+    def __init__(self, params: SamplingParams, given: Sequence[BegunOutput] = ()) -> None:
+        self._selects = params.num_sequences > params.n
+        self._given = given or [BegunOutput(index, ()) for index in range(params.n)]
+        self._left = {output.index: array("i", output.token_ids) for output in self._given}
+        self._num_cached_tokens: int | None = None  # `None`: nothing is delivered
+        self.is_continued = False
+
+    def note(self, piece: Piece) -> Piece:
+        """Note a piece before it is delivered; returns it with the cached tokens that the first replica has found."""
+        if piece.finish_reason is not None:
+            self._left.pop(piece.index, None)
+        else:
+            self._left[piece.index].extend(piece.token_ids)
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = piece.num_cached_tokens
+        return replace(piece, num_cached_tokens=self._num_cached_tokens) if self.is_continued else piece
+
+    def begun(self) -> tuple[BegunOutput, ...]:
+        """The outputs to continue; empty if nothing is delivered."""
+        self.is_continued = self.is_begun
+        left = (output for output in self._given if output.index in self._left)
+        begun = tuple(replace(output, token_ids=self._left[output.index][:]) for output in left)
+        return begun if self.is_begun or any(output.token_ids for output in begun) else ()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything is delivered."""
+        return self._num_cached_tokens is not None
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether `begun` is all that a replica needs. Selected outputs are delivered together, in their order of
+        merit."""
+        return not (self.is_begun and self._selects)
 
 
 class CallRetries:
-    """Retry state of one call whose caller has received nothing yet.
+    """Retry state of one call. A call that has delivered output continues where it is.
 
     A call is retried when its replica is gone, and offered to another replica when the queue was full; if other calls
     of the same request make progress, it is offered to all replicas again after a pause. There is no retry after a
@@ -48,12 +96,15 @@ class CallRetries:
 
     def __init__(
         self,
-        call: GenerateRequest,
+        call: GenerateRequest | ForkCall,
         shedder: LoadShedder,
         arrived: float | None = None,
         window: CallWindow | None = None,
     ) -> None:
+        if call.params.seed is None and not (isinstance(call, GenerateRequest) and call.pooling is not None):
+            call = replace(call, params=replace(call.params, seed=secrets.randbits(63)))
         self._call = call
+        self._delivered = DeliveredOutputs(call.params, call.begun if isinstance(call, GenerateRequest) else ())
         self._shedder = shedder
         self._window = window
         self._num_ended = 0 if window is None else window.num_ended  # at the time of the first offer
@@ -64,8 +115,13 @@ class CallRetries:
         self._stopped: tuple[str, ...] = ()
         self._failure: ModelUnavailableError | None = None
         self._num_retries = 0
+        self._alone_since: float | None = None  # when no replica was there first
 
-    def next_call(self) -> GenerateRequest:
+    def becomes(self, call: GenerateRequest) -> None:
+        """The call's forks have begun; `call` gets the same from any replica."""
+        self._call, self._delivered = call, DeliveredOutputs(call.params, call.begun)
+
+    def next_call(self) -> GenerateRequest | ForkCall:
         """The call to send now, with the time left. Raises `DeadlineError` when there is none."""
         now, timeout_s = time.monotonic(), self._call.timeout_s
         if self._arrived is None:
@@ -74,13 +130,22 @@ class CallRetries:
             timeout_s -= now - self._arrived
             if timeout_s <= 0:
                 raise DeadlineError(f"the request has not finished within its timeout_s of {self._call.timeout_s}")
+        if isinstance(self._call, ForkCall):
+            return replace(self._call, timeout_s=timeout_s)
+        begun, adapter = self._delivered.begun(), self._call.adapter
         return replace(
             self._call,
             timeout_s=timeout_s,
+            adapter=self._call.adapter_key or adapter if begun else adapter,  # the same weights, not only their name
             crowded=self._shedder.recent_refusers(now),
             refused_by=self._refused_by,
             stopped=self._stopped,
+            begun=begun,
         )
+
+    def delivered(self, piece: Piece) -> Piece:
+        """Note a piece before its delivery; see `DeliveredOutputs.note`."""
+        return self._delivered.note(piece)
 
     async def pause(self) -> None:
         """Wait before the next attempt, where necessary."""
@@ -89,23 +154,35 @@ class CallRetries:
             await self._window.pause(self._pause_s)
             self._pause_s, self._num_ended = None, num_ended
 
-    def note_failure(self, error: UnavailableError | OverloadedError) -> Reason:
-        """The reason to retry a call that has failed without output. Raises the error if there is none."""
+    def note_failure(self, error: UnavailableError | OverloadedError) -> Reason | None:
+        """The reason to send a failed call again, `None` if no replica has got it yet. Raises the error if it is not to
+        be sent again."""
+        if isinstance(self._call, ForkCall) or not self._delivered.can_continue:
+            raise error
         if isinstance(error, OverloadedError):
             return self._refused(error)
-        if isinstance(error, NoReplicaError):  # the router has waited already
-            raise error
+        if isinstance(error, NoReplicaError):  # the router has waited for a while
+            if self._alone_since is None:
+                self._alone_since = time.monotonic() - (error.retry_after_s or 0.0)
+            if time.monotonic() - self._alone_since >= error.replaced_within_s:
+                raise error
+            return None
+        self._alone_since = None
         if self._num_retries >= _MOST_RETRIES:
             raise UnavailableError(error.message, error.retry_after_s or _REPLACED_AFTER_S) from error
         if isinstance(error, ModelUnavailableError):  # perhaps no other replica has the model either: no pause
             self._num_retries += 1
             self._refused_by, self._failure = (*self._refused_by, error.replica), error
-            return "unavailable"
+            return self._reason
         self._num_retries += 1
         if error.replica:
             self._stopped = (*self._stopped, error.replica)
         logger.warning("retrying %s (retry %d): %s", self._call.request_id, self._num_retries, error)
-        return "unavailable"
+        return self._reason
+
+    @property
+    def _reason(self) -> Reason:
+        return "continued" if self._delivered.is_begun else "unavailable"
 
     def _refused(self, error: OverloadedError) -> Reason:
         now = time.monotonic()

@@ -46,6 +46,7 @@ class RequestContext:
         generation_id: the engine's id for the request; of several prompts, the first one's.
         error_code: code of a failure, even after the status was sent.
         ignored_fields: value of the header that names dropped parts of the body and of its schemas.
+        num_continued: how often a call of this request has continued at another replica.
         is_being_checked: its prompt is being made; it may still be refused.
         progress: the latest progress of the prompt that its replica has reported.
         silent_events: makes the events to send when a stream has been silent; `None`: a comment is sent.
@@ -65,6 +66,7 @@ class RequestContext:
     output_tokens: int = 0
     error_code: str | None = None
     ignored_fields: str | None = None
+    num_continued: int = 0
     is_being_checked: bool = False
     progress: Progress | None = None
     silent_events: Callable[[], Iterable[Any]] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from folio.app.engine.async_engine import Pace
     from folio.app.shelf.shelf import Shelf
     from folio.app.shelf.shelved_model import ShelvedModel
+
+
+# Interval between the items of a call that wants whole outputs: so much is computed again when its replica dies.
+_WHOLE_S = 2.0
 
 
 class RequestStreams:
@@ -56,27 +61,28 @@ class RequestStreams:
         self._pace, self._note_cached, self._on_failure = pace, note_cached, on_failure
         self._duplicates = DuplicateGuard()
 
-    async def whole(self, call: GenerateRequest | ForkCall) -> AsyncGenerator[list[Piece], None]:
-        """One list, with each output in one piece.
+    async def pieces(self, call: GenerateRequest | ForkCall) -> AsyncGenerator[list[Piece] | GenerateRequest, None]:
+        """A piece of each output that has grown, as often as `pace` allows; seldom if the call wants whole outputs. Of
+        forks, first the call that gets the same from any replica.
 
         Raises:
             UnknownRequestError: the request to fork is not here, or has ended.
             OverloadedError, UnavailableError: with this replica's name, for the retry at another one.
         """
-        collector = PieceCollector(self._replica)
-        async with aclosing(self._deltas(call, lambda: math.inf)) as deltas:
-            async for some in deltas:
-                collector.hold(some)
-        yield collector.held_pieces()
-
-    async def pieces(self, call: GenerateRequest | ForkCall) -> AsyncGenerator[list[Piece], None]:
-        """A piece of each output that has grown, as often as `pace` allows. Raises as `whole`."""
-        collector = PieceCollector(self._replica)
-        with self._pace.stream() as pace:
-            async with aclosing(self._deltas(call, pace)) as deltas:
+        collector, forks = PieceCollector(self._replica), list[GenerateRequest]()
+        pools = isinstance(call, GenerateRequest) and call.pooling is not None
+        interval_s = 0.0 if not call.whole else math.inf if pools else _WHOLE_S
+        send_at = time.monotonic() + interval_s
+        with nullcontext(lambda: interval_s) if call.whole else self._pace.stream() as pace:
+            async with aclosing(self._deltas(call, pace, forks)) as deltas:
                 async for some in deltas:
-                    if pieces := collector.push(some):
-                        yield pieces
+                    while forks:
+                        yield forks.pop()
+                    collector.hold(some)
+                    if some[-1].ends_request or time.monotonic() >= send_at:
+                        send_at += interval_s
+                        if pieces := collector.pieces():
+                            yield pieces
 
     def progress(self, call: GenerateRequest) -> Progress | None:
         """The progress of a call before its first token. May wait for the memory's lock."""
@@ -84,13 +90,14 @@ class RequestStreams:
             return self._shelf.model(call.model or self._first).progress(call.request_id, len(call.prompt_token_ids))
         return None
 
-    def _deltas(self, call: GenerateRequest | ForkCall, pace: Pace) -> AsyncGenerator[list[Delta], None]:
+    def _deltas(
+        self, call: GenerateRequest | ForkCall, pace: Pace, forks: list[GenerateRequest]
+    ) -> AsyncGenerator[list[Delta], None]:
         if isinstance(call, GenerateRequest):
             return self._generated(call, pace)
         if call.replica != self._replica:
             raise UnknownRequestError(f"the replica that had the request {call.fork_of!r} is gone", "request_id")
-        engine = self._shelf.model(call.model or self._first).engine
-        if engine is None:
+        if (engine := self._shelf.model(call.model or self._first).engine) is None:
             raise UnknownRequestError(f"there is no request {call.fork_of!r} here", "request_id")
         return engine.fork(
             call.fork_of,
@@ -100,7 +107,15 @@ class RequestStreams:
             timeout_s=call.timeout_s,
             pace=pace,
             owner=call.owner,
+            note=lambda asked: forks.append(call.as_generated(asked)),
         )
+
+    def has_output(self, model: str, request_id: str, index: int) -> bool:
+        """Whether a fork can continue that output here."""
+        with suppress(UnknownModelError):
+            engine = self._shelf.model(model or self._first).engine
+            return engine is not None and engine.has_output(request_id, index)
+        return False
 
     async def _generated(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         try:

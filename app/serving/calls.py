@@ -11,33 +11,28 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from ray.serve import metrics
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from folio.app.compat.ray import (
-    CALL_ERRORS,
     by_value,
     call_broken_error,
-    folio_error,
-    replica_results,
     streaming_handle,
     translate_failures,
 )
 from folio.app.engine.report import Progress
 from folio.app.engine.sampling.params import SamplingParams
-from folio.app.errors import OverloadedError, UnavailableError
-from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPooling
+from folio.app.errors import OverloadedError, UnavailableError, UnknownRequestError
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPooling, grouped_to_pool, whole_outputs
 from folio.app.fleet.overload import LoadShedder
-from folio.app.fleet.retry import CallRetries, CallWindow
+from folio.app.fleet.retry import CallRetries, CallWindow, Reason
 from folio.app.fleet.streams import SILENCE_S, interleave, without_heartbeats
 from folio.app.http.request_context import current_context
+from folio.app.serving.peers import answers_of_each, holder_of
 from folio.app.serving.shared_streams import ExpectedStream, SharedReader
 
 # A gRPC message holds 4 MiB. An output token takes up to 16 bytes, id and text: all outputs of a call with this many
 # tokens fit into half a message, even when a slow reader gets them in one item.
 _MOST_TOKENS_BY_VALUE = 131_072
-# Bounds of a call that pools several short prompts, which saves calls: each takes as long as hundreds of tokens.
-_MOST_POOLED, _MOST_POOLED_TOKENS = 16, 4096
 # Timeout of calls that all replicas carry out, such as computing a pinned prefix.
 ANSWER_TIMEOUT_S = 120.0
 
@@ -73,6 +68,9 @@ class ReplicaClient:
             "Calls sent again to another replica, because the first was gone or its queue was full.",
             tag_keys=("reason",),
         )
+        self._num_continued = metrics.Counter(
+            "folio_continued_calls", "Calls with output that continued at another replica, because the first was gone."
+        )
 
     async def complete_calls(self, calls: Sequence[GenerateRequest], arrived: float | None = None) -> list[list[Piece]]:
         """The outputs of each call, each output in one piece. When one call fails, the others are cancelled.
@@ -81,23 +79,23 @@ class ReplicaClient:
             arrived: arrival of the HTTP request (`time.monotonic`), from which the calls' `timeout_s` count.
         """
         if len(calls) == 1:  # the common case needs no interleaving
-            return [[piece async for piece in self._retried(calls[0], arrived, None, whole=True)]]
+            return [whole_outputs([piece async for piece in self._retried(_whole(calls[0]), arrived)])]
         outputs: list[list[Piece]] = [[] for _ in calls]
-        async for number, piece in self._interleaved(calls, arrived, self._window(calls), whole=True):
+        async for number, piece in self.stream_calls([*map(_whole, calls)], arrived):
             outputs[number].append(piece)
-        return outputs
+        return [*map(whole_outputs, outputs)]
 
     async def complete_pooled(
         self, calls: Sequence[GenerateRequest], arrived: float | None = None
     ) -> list[list[Piece]]:
         """`complete_calls` for pooling calls that differ only in their prompts. A replica gets several short prompts in
         one call, because a call takes longer than a short prompt."""
-        groups = _grouped(calls, min(_MOST_POOLED, self._batch_window))
+        groups = grouped_to_pool(calls, self._batch_window)
         most = max(1 + len(group.more_prompts) for group in groups)
         starts = list(itertools.accumulate((1 + len(group.more_prompts) for group in groups), initial=0))
         outputs: list[list[Piece]] = [[] for _ in calls]
         window = CallWindow(max(self._batch_window // most, 1)) if len(groups) > 1 else None
-        async for number, piece in self._interleaved(groups, arrived, window, whole=True):
+        async for number, piece in self._interleaved([*map(_whole, groups)], arrived, window):
             outputs[starts[number] + piece.index].append(piece)
         return outputs
 
@@ -105,15 +103,27 @@ class ReplicaClient:
         self, calls: Sequence[GenerateRequest], arrived: float | None = None
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all calls in order of arrival, each with the number of its call. Closing cancels the calls."""
-        return self._interleaved(calls, arrived, self._window(calls), whole=False)
+        window = CallWindow(self._batch_window) if len(calls) > 1 else None
+        return self._interleaved(calls, arrived, window)
 
     async def complete_fork(self, call: ForkCall) -> list[Piece]:
-        """The forks, each in one piece. No retry: the forked sequence is lost with its replica."""
-        return [piece async for piece in self._pieces(call, whole=True)]
+        """The forks, each in one piece."""
+        return whole_outputs([piece async for piece in self.stream_fork(replace(call, whole=True))])
 
-    def stream_fork(self, call: ForkCall) -> AsyncGenerator[Piece, None]:
-        """The forks as they are generated. Closing cancels them."""
-        return self._pieces(call, whole=False)
+    async def stream_fork(self, call: ForkCall) -> AsyncGenerator[Piece, None]:
+        """The forks as they are generated. Closing cancels them. The output to fork may have continued elsewhere."""
+        has_begun = False
+        while True:
+            try:
+                async with aclosing(self._retried(call)) as pieces:
+                    async for piece in pieces:
+                        has_begun = True
+                        yield piece
+                return
+            except (UnknownRequestError, UnavailableError):
+                if has_begun or (replica := await holder_of(self._handle, call)) is None:
+                    raise
+                call = replace(call, replica=replica)
 
     async def ready(self) -> None:
         """Return when any replica has answered. Raises `UnavailableError` if it has stopped."""
@@ -139,71 +149,55 @@ class ReplicaClient:
     async def call_each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Every replica's answer, or the `FolioError` in place of it: `UnavailableError` after `timeout_s`. Empty when
         there is no replica."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        try:
-            async with asyncio.timeout_at(deadline):
-                results = await replica_results(self._handle.broadcast(method, *args))
-        except DeploymentUnavailableError:
-            return []
-        except CALL_ERRORS as error:
-            raise folio_error(error) from error
-        except TimeoutError:
-            raise UnavailableError(f"no engine replica could be called within {timeout_s} s") from None
-        if not results:
-            return []
-        answers = [asyncio.ensure_future(result.get_async()) for result in results]
-        try:
-            await asyncio.wait(answers, timeout=deadline - loop.time())
-        finally:
-            for answer in answers:
-                answer.cancel()  # without effect on those that are done
-        return [_answer_of(answer, timeout_s) for answer in answers]
-
-    def _window(self, calls: Sequence[GenerateRequest]) -> CallWindow | None:
-        return CallWindow(self._batch_window) if len(calls) > 1 else None
+        return await answers_of_each(self._handle, method, *args, timeout_s=timeout_s)
 
     def _interleaved(
-        self, calls: Sequence[GenerateRequest], arrived: float | None, window: CallWindow | None, *, whole: bool
+        self, calls: Sequence[GenerateRequest], arrived: float | None, window: CallWindow | None
     ) -> AsyncGenerator[tuple[int, Piece], None]:
-        return interleave([self._retried(call, arrived, window, whole=whole) for call in calls])
+        return interleave([self._retried(call, arrived, window) for call in calls])
 
     async def _retried(
-        self, call: GenerateRequest, arrived: float | None, window: CallWindow | None, *, whole: bool
+        self, call: GenerateRequest | ForkCall, arrived: float | None = None, window: CallWindow | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """Retry only before the first output: afterwards the caller would receive the beginning twice."""
+        """The call's pieces, of as many replicas as it takes."""
         async with window.call_slot() if window else nullcontext():
             shedder = self._shedders.get(call.model, self._shedder)
-            retries, has_output = CallRetries(call, shedder, arrived, window), False
+            retries = CallRetries(call, shedder, arrived, window)
             while True:
                 try:
-                    async with aclosing(self._pieces(retries.next_call(), whole=whole)) as pieces:
+                    async with aclosing(self._pieces(retries)) as pieces:
                         async for piece in pieces:
-                            has_output = True
-                            yield piece
+                            yield retries.delivered(piece)
                     return
                 except (UnavailableError, OverloadedError) as error:
-                    if has_output:
-                        raise
-                    self._num_retries.inc(tags={"reason": retries.note_failure(error)})
+                    self._count(retries.note_failure(error))
                 await retries.pause()
 
-    async def _pieces(self, call: GenerateRequest | ForkCall, *, whole: bool) -> AsyncGenerator[Piece, None]:
+    def _count(self, reason: Reason | None) -> None:
+        if reason == "continued":
+            self._num_continued.inc()
+            if (context := current_context()) is not None:
+                context.num_continued += 1
+        elif reason is not None:
+            self._num_retries.inc(tags={"reason": reason})
+
+    async def _pieces(self, retries: CallRetries) -> AsyncGenerator[Piece, None]:
         """The pieces of a replica's stream. The call is sent when the first piece is requested: a stream that is never
         read needs no cancellation."""
+        call, shared = self._expect(retries.next_call())
         handle = streaming_handle(self._handle, by_value=fits_by_value(call.params))
-        shared = None
-        if not whole and isinstance(call, GenerateRequest):
-            call, shared = self._expect(call)
         response: Any = None
         finished = False
         try:
-            response = (handle.complete_as_stream if whole else handle.generate_stream).remote(call)
+            response = handle.generate_stream.remote(call)
             with translate_failures():
                 async for item in without_heartbeats(response, SILENCE_S, self._first_s):
                     if isinstance(item, Progress):
                         if (context := current_context()) is not None:
                             context.progress = item
+                        continue
+                    if isinstance(item, GenerateRequest):
+                        retries.becomes(item)
                         continue
                     if isinstance(item, int):  # the number of the shared stream that has the later pieces
                         assert shared is not None
@@ -228,28 +222,18 @@ class ReplicaClient:
             if shared is not None:
                 shared[0].forget(shared[1])
 
-    def _expect(self, call: GenerateRequest) -> tuple[GenerateRequest, tuple[SharedReader, ExpectedStream] | None]:
-        """Register a call for shared streams, if its pieces are small enough to come by one."""
-        if self._shared is None or not fits_by_value(call.params):
+    def _expect(
+        self, call: GenerateRequest | ForkCall
+    ) -> tuple[GenerateRequest | ForkCall, tuple[SharedReader, ExpectedStream] | None]:
+        """Register a call for shared streams, if its pieces are many, and small enough to come by one."""
+        if self._shared is None or isinstance(call, ForkCall) or call.whole or not fits_by_value(call.params):
             return call, None
         expected = self._shared.expect()
         return replace(call, share=expected.share), (self._shared, expected)
 
 
-def _grouped(calls: Sequence[GenerateRequest], most: int) -> list[GenerateRequest]:
-    """Merge up to `most` adjacent calls into one, while their prompts together are short."""
-    groups: list[GenerateRequest] = []
-    for call in calls:
-        last = groups[-1] if groups else None
-        if (
-            last is None
-            or 1 + len(last.more_prompts) >= most
-            or last.num_prompt_tokens + len(call.prompt_token_ids) > _MOST_POOLED_TOKENS
-        ):
-            groups.append(call)
-        else:
-            groups[-1] = replace(last, more_prompts=(*last.more_prompts, call.prompt_token_ids))
-    return groups
+def _whole(call: GenerateRequest) -> GenerateRequest:
+    return replace(call, whole=True)
 
 
 async def _answered(response: Any) -> Any:
@@ -269,14 +253,3 @@ def fits_by_value(params: SamplingParams) -> bool:
     if params.max_tokens is None:
         return params.n == 1
     return params.n * params.max_tokens <= _MOST_TOKENS_BY_VALUE
-
-
-def _answer_of(answer: asyncio.Future[Any], timeout_s: float) -> Any:
-    if not answer.done() or answer.cancelled():
-        return UnavailableError(f"the engine replica has not answered within {timeout_s} s")
-    error = answer.exception()
-    if error is None:
-        return answer.result()
-    if isinstance(error, CALL_ERRORS):
-        return folio_error(error)
-    raise error

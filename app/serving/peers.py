@@ -1,7 +1,8 @@
-"""Hot prefixes of peer replicas, which warm the cache of a replica that starts."""
+"""Calls to every replica, and hot prefixes of peers, which warm the cache of a replica that starts."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -11,7 +12,9 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from folio.app.fleet.messages import HotPrefixes
+from folio.app.compat.ray import CALL_ERRORS, folio_error, replica_results
+from folio.app.errors import UnavailableError
+from folio.app.fleet.messages import ForkCall, HotPrefixes
 from folio.vmem import CachedPrefix
 
 logger = logging.getLogger(__name__)
@@ -19,6 +22,8 @@ logger = logging.getLogger(__name__)
 # Timeouts of calls to peer replicas: at the start of a replica, and at the load of a model for which requests wait.
 STARTING_TIMEOUT_S, LOADING_TIMEOUT_S = 10.0, 1.0
 _RETRY_S = 0.1  # between two attempts
+# Time in which the requests of a replica that has gone continue elsewhere, and timeout of questions about them.
+_CONTINUES_WITHIN_S, _ANSWER_S = 0.5, 2.0
 
 
 def peer_prefixes(deployment: str, app_name: str, timeout_s: float, fingerprint: str) -> list[Sequence[CachedPrefix]]:
@@ -72,3 +77,54 @@ def _broadcast(deployment: str, app_name: str, timeout_s: float, method: str, *a
                 time.sleep(_RETRY_S)
     finally:
         handle.shutdown()
+
+
+async def holder_of(handle: DeploymentHandle[Any], call: ForkCall) -> str | None:
+    """The replica, other than `call.replica`, where the output to fork is now; `None` if there is none. If the replica
+    of the call is gone, its requests are about to continue elsewhere."""
+    for wait_s in (0.0, _CONTINUES_WITHIN_S):
+        await asyncio.sleep(wait_s)
+        of_output = call.model, call.fork_of, call.index
+        answers = await answers_of_each(handle, "has_output", *of_output, timeout_s=_ANSWER_S)
+        found: dict[str, bool] = dict(answer for answer in answers if isinstance(answer, tuple))
+        if holders := [name for name, has in found.items() if has and name != call.replica]:
+            return holders[0]
+        if call.replica in found:
+            break
+    return None
+
+
+async def answers_of_each(handle: DeploymentHandle[Any], method: str, *args: Any, timeout_s: float) -> list[Any]:
+    """Every replica's answer, or the `FolioError` in place of it: `UnavailableError` after `timeout_s`. Empty when
+    there is no replica."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    try:
+        async with asyncio.timeout_at(deadline):
+            results = await replica_results(handle.broadcast(method, *args))
+    except DeploymentUnavailableError:
+        return []
+    except CALL_ERRORS as error:
+        raise folio_error(error) from error
+    except TimeoutError:
+        raise UnavailableError(f"no engine replica could be called within {timeout_s} s") from None
+    if not results:
+        return []
+    answers = [asyncio.ensure_future(result.get_async()) for result in results]
+    try:
+        await asyncio.wait(answers, timeout=deadline - loop.time())
+    finally:
+        for answer in answers:
+            answer.cancel()  # without effect on those that are done
+    return [_answer_of(answer, timeout_s) for answer in answers]
+
+
+def _answer_of(answer: asyncio.Future[Any], timeout_s: float) -> Any:
+    if not answer.done() or answer.cancelled():
+        return UnavailableError(f"the engine replica has not answered within {timeout_s} s")
+    error = answer.exception()
+    if error is None:
+        return answer.result()
+    if isinstance(error, CALL_ERRORS):
+        return folio_error(error)
+    raise error

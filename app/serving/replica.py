@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import ray
 from ray import serve
@@ -67,6 +67,7 @@ _CLOSE_S = 60.0
 _ANSWER_S = 5.0
 
 T = TypeVar("T")
+ReplicaItem: TypeAlias = list[Piece] | GenerateRequest | int | Progress
 
 
 class _ProcessExit:
@@ -131,6 +132,7 @@ class EngineReplica:
         self, shelf: ShelfConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
     ) -> None:
         # Imports of seconds, not for Serve's controller and the application's builder, which import this module, too.
+        self._begun_at = time.monotonic()
         gc.disable()  # a million objects come to stay, which need no collections
         from folio.app.engine.schedule.load_report import MOST_KEYS
         from folio.app.serving.tp_actors import actors_of_this_replica
@@ -139,8 +141,7 @@ class EngineReplica:
         gc.enable()
         configure_logs()
         keep_traces_whole()
-        self._settings, self._first = shelf, shelf.first.name
-        self._most_keys = MOST_KEYS
+        self._settings, self._first, self._most_keys = shelf, shelf.first.name, MOST_KEYS
         self._device = _device_for(shelf.first.engine)  # all models have the same device
         self._shared = SharedStreams()
         context = serve.get_replica_context()
@@ -199,20 +200,14 @@ class EngineReplica:
             member.close()
             raise
 
-    async def complete_as_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[list[Piece]]:
-        """The outputs, each in one piece, as a stream of one item. Unlike a plain answer, a stream has heartbeats, and
-        it ends when its caller dies (if sent by value, see `folio.app.compat.ray`).
+    async def generate_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[ReplicaItem]:
+        """The outputs as they are generated: `RequestStreams.pieces`. A number is that of the shared stream that
+        carries all later pieces. Also for whole answers: unlike a plain one, a stream has heartbeats, and it ends when
+        its caller dies (if sent by value, see `folio.app.compat.ray`).
 
         Raises:
             UnknownRequestError: the request to fork is not here, or has ended.
         """
-        async with aclosing(with_heartbeats(self._requests.whole(call))) as items:
-            async for item in items:
-                yield item
-
-    async def generate_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[list[Piece] | int | Progress]:
-        """The outputs as they are generated: a piece of each that has grown, as often as `StreamPace` allows. A number
-        is that of the shared stream that carries all later pieces. Raises as `complete_as_stream`."""
         share, beat_s, beat = None, BEAT_S, None
         if isinstance(call, GenerateRequest):
             share = call.share
@@ -224,6 +219,10 @@ class EngineReplica:
         ):
             async for item in items:
                 yield item
+
+    async def has_output(self, model: str, request_id: str, index: int) -> tuple[str, bool]:
+        """This replica's name, and whether a fork can continue that output here."""
+        return self._name, self._requests.has_output(model, request_id, index)
 
     async def open_shared_stream(self, call: SharedStreamCall) -> AsyncIterator[list[Entry]]:
         """The shared stream of an ingress.
@@ -326,7 +325,7 @@ class EngineReplica:
         most_keys = self._most_keys // max(len(engines), 1)
         status = await _run_in_thread(partial(self._status, most_keys=most_keys))
         self._meter.note(status, engines)
-        return reports_as_stats(reports_for_routers(status.models, status.device))
+        return reports_as_stats(reports_for_routers(status.models, status.device), self._ready_at - self._begun_at)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `KVAwareScaling`. Called by Serve if the deployment has an `autoscaling_config`."""

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Bound of the requests that wait while there is no replica.
 _MOST_WAITING = 1000
+# Serve notices that a replica has gone, and its replacement is ready, within this time and twice the longest start.
+_NOTICED_S = 10.0
 # Least time left of a call that is sent: a call without any fails at the wait for a replica.
 _LEAST_LEFT_S = 0.001
 _DECISION_S: list[float] = [5e-05, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05]
@@ -111,6 +113,7 @@ class FolioRouter(BoundedWaitRouter):
         self._placed: defaultdict[tuple[str, str], deque[tuple[Fleet, SentRequest]]] = defaultdict(deque)
         self._reported_at: dict[str, float] = {}  # `made_at` of each replica's last report
         self._models_at: dict[str, frozenset[str]] = {}  # of each replica's last report
+        self._longest_start_s: float | None = None  # of all replicas so far
         self._unreadable: set[str] = set()  # replicas whose reports are of another version
         self._decision_s = metrics.Histogram(
             "folio_routing_decision_seconds",
@@ -218,10 +221,13 @@ class FolioRouter(BoundedWaitRouter):
                 raise DeadlineError(
                     f"no engine replica within the {timeout_s:.3g} s left of the request's timeout_s"
                 ) from None
-            raise NoReplicaError(
+            error = NoReplicaError(
                 f"no engine replica within {self._wait_for_replica_s:g} s; send the request again",
                 self._wait_for_replica_s,
-            ) from None
+            )
+            if self._longest_start_s is not None:
+                error.replaced_within_s = _NOTICED_S + 2 * self._longest_start_s
+            raise error from None
 
     def _set_replicas(self, replicas: Sequence[RunningReplica]) -> None:
         self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
@@ -240,6 +246,7 @@ class FolioRouter(BoundedWaitRouter):
         reports = reports_from_stats(stats) if stats else None
         if reports is not None:
             self._reported_at[name] = stats["made_at"]
+            self._longest_start_s = max(self._longest_start_s or 0.0, stats["start_s"])
             self._models_at[name] = frozenset(reports)
             for model, report in reports.items():
                 self.route(model).fleet.apply_report(name, report, now)
@@ -318,7 +325,8 @@ class FolioRouter(BoundedWaitRouter):
             adapter = call.adapter_key or call.adapter
             keys = prompt_keys(call.prompt_token_ids, fleet.unit_tokens, call.cache_salt, adapter, tenant)
         session = call.session or pending.metadata.session_id or None
-        return RoutedRequest(request_id, call.num_prompt_tokens, keys, session)
+        num_begun = sum(len(output.token_ids) for output in call.begun)
+        return RoutedRequest(request_id, call.num_prompt_tokens + num_begun, keys, session)
 
     def _note_placed(self, future: asyncio.Future[RunningReplica]) -> None:
         """Serve has placed a request, or its caller has given up."""

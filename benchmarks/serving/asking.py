@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 DTYPE = "float32"
 REQUEST_TIMEOUT_S = 120.0
 WAIT_BEFORE_RETRY_S = 0.2
-NUM_TOKENS = 300
+NUM_TOKENS, NUM_SEEDS = 300, 16
+PROMPT = "What is Folio?"
 OUTCOMES = ("answered", "to be sent again", "broken off", "cut off", "no connection", "other error", "wrong", "lost")
 
 
@@ -38,6 +39,8 @@ class Outcomes:
     Attributes:
         said: messages of retryable errors, without numbers.
         wrong: (question, answer) of wrong answers.
+        sampled: (seed, text) of answers whose right text is not known yet.
+        streams: (begin, end, longest pause between two events) of the answered ones, s.
         last_answered: times at which the last rightly answered request was sent and answered.
     """
 
@@ -45,7 +48,22 @@ class Outcomes:
     strange: list[str] = field(default_factory=list)
     said: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[str, str]] = field(default_factory=list)
+    sampled: list[tuple[int, str]] = field(default_factory=list)
+    streams: list[tuple[float, float, float]] = field(default_factory=list)
     last_answered: tuple[float, float] = (0.0, 0.0)  # (sent, answered)
+
+    def check_sampled(self) -> None:
+        """Count sampled answers as wrong that an engine does not give without faults."""
+        tokenizer: Any = load_tokenizer("builtin")
+        seeds = sorted({seed for seed, _ in self.sampled})
+        prompt = tokenizer(PROMPT)["input_ids"]
+        with LLM("builtin", dtype=DTYPE, kv_memory_bytes=64 << 20) as llm:
+            params = [SamplingParams(seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True) for seed in seeds]
+            right = {seed: llm.generate([prompt], [one])[0].text for seed, one in zip(seeds, params, strict=True)}
+        for seed, text in self.sampled:
+            if text != right[seed]:
+                self.counts.update({"wrong": 1, "answered": -1})
+                self.strange.append(f"seed {seed}: {text}")
 
     def forgive_model(self) -> int:
         """Count wrong answers that the model also gives without faults as answered: about one in a thousand. Returns
@@ -68,7 +86,7 @@ class Outcomes:
 
 
 class Client(threading.Thread):
-    """Sends requests until stopped; every third one is a stream."""
+    """Sends requests until stopped; every third one is a stream, and every sixth one a long whole answer."""
 
     def __init__(self, url: str, seed: int, outcomes: Outcomes, stop: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -86,7 +104,8 @@ class Client(threading.Thread):
                     return
                 sent = time.monotonic()
                 try:
-                    outcome = self._stream(client) if i % 3 == 0 else self._look_up(client)
+                    ask = {0: self._stream, 1: self._whole, 3: self._stream}.get(i % 6, self._look_up)
+                    outcome = ask(client)
                 except (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
                     outcome = "no connection"
                 except httpx.HTTPError as error:
@@ -119,9 +138,9 @@ class Client(threading.Thread):
         """Stream `NUM_TOKENS` tokens."""
         import httpx
 
-        options = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-        body = {"model": "builtin", "prompt": "What is Folio?", "max_tokens": NUM_TOKENS} | options
-        num_tokens = 0
+        body = self._sampled() | {"stream": True, "stream_options": {"include_usage": True}}
+        num_tokens, text, begun, longest_s = 0, "", time.monotonic(), 0.0
+        latest = begun
         with client.stream("POST", f"{self._url}/v1/completions", json=body) as response:
             if response.status_code != 200:
                 return self._judge(response.status_code, response.read().decode())
@@ -132,14 +151,38 @@ class Client(threading.Thread):
                     if '"error"' in line:
                         outcome = self._judge(503, last)
                         return "broken off" if outcome == "to be sent again" else outcome
+                    if '"choices":[{' in line:
+                        text += json.loads(last)["choices"][0]["text"]
+                        now = time.monotonic()
+                        longest_s, latest = max(longest_s, now - latest), now
                     if '"usage":{' in line:
                         num_tokens = json.loads(last)["usage"]["completion_tokens"]
             except (httpx.ReadError, httpx.RemoteProtocolError):
                 return "cut off"
         if last == "[DONE]" and num_tokens == NUM_TOKENS:
+            self._outcomes.streams.append((begun, latest, longest_s))
+            self._outcomes.sampled.append((body["seed"], text))
             return "answered"
         self._outcomes.strange.append(f"a stream ended with {last!r} after {num_tokens} tokens")
         return "lost" if last != "[DONE]" else "wrong"
+
+    def _whole(self, client: httpx.Client) -> str:
+        """`NUM_TOKENS` tokens in one answer."""
+        body = self._sampled()
+        response = client.post(f"{self._url}/v1/completions", json=body)
+        if response.status_code != 200:
+            return self._judge(response.status_code, response.text)
+        answer = response.json()
+        if answer["usage"]["completion_tokens"] != NUM_TOKENS:
+            self._outcomes.strange.append(str(answer["usage"]))
+            return "wrong"
+        self._outcomes.sampled.append((body["seed"], answer["choices"][0]["text"]))
+        return "answered"
+
+    def _sampled(self) -> dict[str, Any]:
+        """The body of a request for `NUM_TOKENS` sampled tokens."""
+        seed = self._random.randrange(NUM_SEEDS)
+        return {"model": "builtin", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": seed}
 
     def _judge(self, status: int, text: str) -> str:
         """The outcome of an error answer: whether it is a proper, retryable error."""

@@ -1,10 +1,9 @@
 """Faults of whole replicas under load: kills, scaling down, replacement.
 
-`python -m benchmarks.faults --replicas`. A real Ray Serve application with the built-in model on two replicas. Every
-request must end with a right answer or with a retryable error. While replicas are stopped in order, every request must
-be answered.
+`python -m benchmarks.faults --replicas`. A real Ray Serve application with the built-in model on two replicas, later
+on one. Whichever replica dies, every request must end with the answer that it would have had without that.
 
---ingresses: with two ingresses, one of which is killed, too. HAProxy retries its requests on the other one, except
+--ingresses: only with two ingresses, one of which is killed, too. HAProxy retries its requests on the other one, except
 streams that have begun, which lose their connection. At last the only HAProxy is killed: clients are refused until
 Serve has started another one.
 --quick: 5 kills instead of 30.
@@ -23,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from benchmarks import harness
 from benchmarks.served import Served, processes_called, served
@@ -31,6 +31,7 @@ from benchmarks.serving.usage import PROXY, kind_of
 
 NAME = "folio-chaos"
 NUM_CLIENTS = 8
+KILLED = "two replicas, killed one after the other"
 INGRESSES, HAPROXY = "two ingresses, killed one after the other", "HAProxy, killed"
 BETWEEN_KILLS_S = (2.0, 6.0)
 BACK_TIMEOUT_S = 300.0
@@ -43,33 +44,49 @@ def run(args: argparse.Namespace) -> None:
     engine = {"model": "builtin", "dtype": DTYPE, "kv_memory_bytes": 128 << 20}
     phases: dict[str, Outcomes] = {}
     num_ingresses = 2 if args.ingresses else 1
+    kills: list[float] = []
     with served(NAME, {"engine": engine}) as app:
-        app.deploy(timeout_s=BACK_TIMEOUT_S, num_ingresses=num_ingresses, num_replicas=2)
-        with _asked(app, phases, "two replicas, one is stopped"):
-            app.deploy(timeout_s=BACK_TIMEOUT_S, num_ingresses=num_ingresses, num_replicas=1)
-            app.wait_until(lambda: len(app.processes()) == 1, BACK_TIMEOUT_S)
-        changed = replace(app, args={"engine": engine | {"max_num_seqs": 48}})
-        with _asked(app, phases, "one replica, replaced by another version"):
-            changed.deploy(timeout_s=BACK_TIMEOUT_S, num_ingresses=num_ingresses, num_replicas=1)
-            app.wait_until(lambda: len(app.processes()) == 1, BACK_TIMEOUT_S)
-        changed.deploy(timeout_s=BACK_TIMEOUT_S, num_ingresses=num_ingresses, num_replicas=2)
-        with _asked(app, phases, "two replicas, killed one after the other"):
-            _kill(app, 5 if args.quick else 30, "EngineReplica")
+        deploy = partial(Served.deploy, timeout_s=BACK_TIMEOUT_S, num_ingresses=num_ingresses)
+        deploy(app, num_replicas=2)
         if args.ingresses:
             count = 3 if args.quick else 15
             with _asked(app, phases, INGRESSES):
-                _kill(app, count, "Ingress")
+                _kill(app, count, "Ingress", 2)
             with _asked(app, phases, HAPROXY):
                 _kill_haproxy(app, count)
-        sent_again = _repeated_calls()
+        else:
+            with _asked(app, phases, "two replicas, one is stopped"):
+                deploy(app, num_replicas=1)
+                app.wait_until(lambda: len(app.processes()) == 1, BACK_TIMEOUT_S)
+            changed = replace(app, args={"engine": engine | {"max_num_seqs": 48}})
+            with _asked(app, phases, "one replica, replaced by another version"):
+                deploy(changed, num_replicas=1)
+                app.wait_until(lambda: len(app.processes()) == 1, BACK_TIMEOUT_S)
+            with _asked(app, phases, "one replica, killed"):
+                _kill(app, 2 if args.quick else 8, "EngineReplica", 1)
+            deploy(changed, num_replicas=2)
+            with _asked(app, phases, KILLED):
+                kills = _kill(app, 5 if args.quick else 30, "EngineReplica", 2)
+        sent_again, continued = _num_calls("repeated", "continued")
+    for outcomes in phases.values():
+        outcomes.check_sampled()
+    pauses = sorted(
+        longest_s
+        for begun, end, longest_s in phases.get(KILLED, Outcomes()).streams
+        if any(begun < at < end for at in kills)
+    )
     models_own = sum(outcomes.forgive_model() for outcomes in phases.values())
     _print(phases, sent_again, models_own)
     keys = [what.replace(" ", "_") for what in OUTCOMES]
     counts = {key: sum(o.counts[what] for o in phases.values()) for key, what in zip(keys, OUTCOMES, strict=True)}
+    figures: dict[str, Any] = counts | {"calls_sent_again": sent_again, "models_own_mistakes": models_own}
+    if not args.ingresses:
+        figures["calls_continued"] = continued
+        figures |= {f"pause_p{share}_s": pauses[len(pauses) * share // 100] for share in (50, 99)}
     harness.finish(
-        "chaos",
+        "chaos" if args.ingresses else "replicas",
         args,
-        counts | {"calls_sent_again": sent_again, "models_own_mistakes": models_own},
+        figures,
         {
             "phases": {name: dict(o.counts) for name, o in phases.items()},
             "strange": {name: o.strange for name, o in phases.items()},
@@ -78,7 +95,8 @@ def run(args: argparse.Namespace) -> None:
     cut_off = sum(o.counts["cut off"] for name, o in phases.items() if name not in (INGRESSES, HAPROXY))
     no_connection = sum(o.counts["no connection"] for name, o in phases.items() if name != HAPROXY)
     unexpected = {"unexpected_cut_off": cut_off, "unexpected_no_connection": no_connection}
-    harness.fail_if_any(counts | unexpected, "other_error", "wrong", "lost", *unexpected)
+    failed = () if args.ingresses else ("to_be_sent_again", "broken_off")
+    harness.fail_if_any(counts | unexpected, "other_error", "wrong", "lost", *failed, *unexpected)
 
 
 @contextmanager
@@ -103,23 +121,26 @@ def _asked(app: Served, phases: dict[str, Outcomes], name: str) -> Iterator[None
         print(f"  {text}", flush=True)
 
 
-def _kill(app: Served, count: int, deployment: str) -> None:
-    """Kill a process of the deployment whenever two are running."""
+def _kill(app: Served, count: int, deployment: str, num_replicas: int) -> list[float]:
+    """Kill a process of the deployment whenever so many are running; returns the times (`time.monotonic`)."""
     rng = random.Random(0)
     title = f"ray::ServeReplica:{NAME}:{deployment}"
 
-    def two_run() -> bool:  # the controller may not know yet
-        return app.running(deployment) == 2 and len(processes_called(title)) == 2
+    def all_run() -> bool:  # the controller may not know yet
+        return app.running(deployment) == num_replicas and len(processes_called(title)) == num_replicas
 
+    kills: list[float] = []
     for number in range(count):
-        app.wait_until(two_run, BACK_TIMEOUT_S)
+        app.wait_until(all_run, BACK_TIMEOUT_S)
         time.sleep(rng.uniform(*BETWEEN_KILLS_S))
-        app.wait_until(two_run, BACK_TIMEOUT_S)
+        app.wait_until(all_run, BACK_TIMEOUT_S)
         pid = rng.choice(processes_called(title))
+        kills.append(time.monotonic())
         os.kill(pid, signal.SIGKILL)
         print(f"{number + 1}/{count}: killed {deployment} {pid}", flush=True)
         app.wait_until(partial(_has_ended, pid, title), BACK_TIMEOUT_S)
-    app.wait_until(two_run, BACK_TIMEOUT_S)
+    app.wait_until(all_run, BACK_TIMEOUT_S)
+    return kills
 
 
 def _kill_haproxy(app: Served, count: int) -> None:
@@ -149,15 +170,16 @@ def _has_ended(pid: int, title: str) -> bool:
     return pid not in processes_called(title)
 
 
-def _repeated_calls() -> int:
-    """Retried calls of all living ingresses, as Prometheus would read them from Ray."""
+def _num_calls(*kinds: str) -> list[int]:
+    """The number of calls of each kind at all living ingresses, as Prometheus would read them from Ray."""
     import httpx
     import ray
 
     time.sleep(2 * METRICS_PERIOD_S)
     [node] = ray.nodes()
     text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics").text
-    return int(sum(float(value) for value in re.findall(r"^ray_folio_repeated_calls\S* (\S+)$", text, re.M)))
+    counts = (re.findall(rf"^ray_folio_{kind}_calls\S* (\S+)$", text, re.M) for kind in kinds)
+    return [int(sum(map(float, count))) for count in counts]
 
 
 def _print(phases: dict[str, Outcomes], sent_again: int, models_own: int) -> None:

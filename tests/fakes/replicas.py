@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,30 +22,26 @@ Script = Callable[[Any], list[Any]]
 
 
 class Response:
-    """A handle's response, streamed or at once. `items`: pieces, a `Progress`, an exception to raise, seconds before
-    a heartbeat, or `None` to hang."""
+    """A handle's streamed response. `items`: pieces, a `Progress`, the call of forks, an exception to raise, seconds
+    before a heartbeat, or `None` to hang."""
 
-    def __init__(self, items: list[Any], at_once: bool) -> None:
+    def __init__(self, items: list[Any]) -> None:
         self.items = items
-        self.at_once = at_once
         self.cancelled = self.ended = False
 
     def cancel(self) -> None:
         self.cancelled = True
 
-    async def __aiter__(self) -> AsyncIterator[list[Piece] | Progress]:
+    async def __aiter__(self) -> AsyncIterator[list[Piece] | GenerateRequest | Progress]:
         try:
-            if self.at_once:
-                yield [await self._real(item) for item in self.items]
-            else:
-                for item in self.items:
-                    if isinstance(item, Progress):
-                        yield item
-                    elif isinstance(item, float):
-                        await asyncio.sleep(item)
-                        yield []
-                    else:
-                        yield [await self._real(item)]
+            for item in self.items:
+                if isinstance(item, Progress | GenerateRequest):
+                    yield item
+                elif isinstance(item, float):
+                    await asyncio.sleep(item)
+                    yield []
+                else:
+                    yield [await self._real(item)]
         finally:
             self.ended = True
 
@@ -72,7 +67,6 @@ class Handle:
         self.by_reference: list[bool] = []
         self._script = script
         self.generate_stream = SimpleNamespace(remote=self._remote)
-        self.complete_as_stream = SimpleNamespace(remote=partial(self._remote, at_once=True))
 
     def options(self, *, _by_reference: bool, stream: bool = False) -> Handle:
         if stream:
@@ -81,12 +75,12 @@ class Handle:
             assert not _by_reference
         return self
 
-    def _remote(self, call: GenerateRequest | ForkCall, at_once: bool = False) -> Response:
+    def _remote(self, call: GenerateRequest | ForkCall) -> Response:
         self.calls.append(call)
         items = self._script(call)
         if items == ["cannot be sent"]:
             raise RuntimeError("cannot be sent")
-        self.responses.append(Response(items, at_once))
+        self.responses.append(Response(items))
         return self.responses[-1]
 
 

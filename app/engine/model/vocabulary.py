@@ -45,12 +45,16 @@ class Vocabulary:
         """Whether outputs may have a structure, which needs llguidance and tokens with bytes of their own."""
         return self._tokenizer is not None and is_available() and has_independent_tokens(self._tokenizer)
 
-    def state(self, params: SamplingParams, prompt_token_ids: list[int]) -> SamplingState:
+    def state(
+        self, params: SamplingParams, prompt_token_ids: list[int], index: int = 0, structure_from: int = 0
+    ) -> SamplingState:
         """The sampling state of a new output."""
         return SamplingState(
             params,
             prompt_token_ids,
+            index=index,
             matcher=self._matcher(params),
+            structure_from=structure_from,
             bad_words=self._bad_words(params),
             eos_token_ids=self.eos_token_ids,
         )

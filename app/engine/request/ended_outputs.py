@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, abc
-from dataclasses import dataclass
 
 from folio.app.engine.request.engine_request import EngineRequest
 from folio.app.engine.request.request import Sequence
@@ -17,20 +16,12 @@ _ENDED_OUTPUTS, _ENDED_TOKENS = 2000, 1 << 20
 _PARAMS = SamplingParams()
 
 
-@dataclass(frozen=True, slots=True)
-class EndedOutput:
-    """A sequence that has ended, as a request without sampling parameters: its prompt is the sequence's prompt and
-    output. `keys`: the keys of its prefixes."""
-
-    request: EngineRequest
-    keys: tuple[str, ...]
-
-
 class EndedOutputs:
-    """The latest outputs that have ended, for forks."""
+    """The latest outputs that have ended, for forks: each as a request without sampling parameters, whose prompt is the
+    sequence's prompt and output."""
 
     def __init__(self) -> None:
-        self._outputs: OrderedDict[tuple[str, int], EndedOutput] = OrderedDict()
+        self._outputs: OrderedDict[tuple[str, int], EngineRequest] = OrderedDict()
         self._num_tokens = 0
 
     def add(self, sequence: Sequence, index: int, token_ids: abc.Sequence[int]) -> None:
@@ -46,8 +37,9 @@ class EndedOutputs:
             priority=request.priority,
             adapter=request.adapter,
             tenant=request.tenant,
+            prefix_keys=sequence.chain.keys,
         )
-        self._outputs[request.request_id, index] = EndedOutput(ended, sequence.chain.keys)
+        self._outputs[request.request_id, index] = ended
         self._num_tokens += len(tokens)
         while self._num_tokens > _ENDED_TOKENS or len(self._outputs) > _ENDED_OUTPUTS:
             self._remove(next(iter(self._outputs)))
@@ -56,10 +48,10 @@ class EndedOutputs:
         self._outputs.clear()
         self._num_tokens = 0
 
-    def get(self, request_id: str, index: int) -> EndedOutput | None:
+    def get(self, request_id: str, index: int) -> EngineRequest | None:
         return self._outputs.get((request_id, index))
 
     def _remove(self, key: tuple[str, int]) -> None:
         output = self._outputs.pop(key, None)
         if output is not None:
-            self._num_tokens -= len(output.request.prompt_token_ids)
+            self._num_tokens -= len(output.prompt_token_ids)

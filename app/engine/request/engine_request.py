@@ -13,6 +13,22 @@ from folio.app.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
+class BegunOutput:
+    """What another engine has generated of output `index` of a request, and delivered.
+
+    Attributes:
+        num_inherited: of a fork, the first tokens, which its parent has generated. They are not delivered again, and
+            count neither for `max_tokens` nor for stop strings.
+        structure_from: tokens before the output's structure begins.
+    """
+
+    index: int
+    token_ids: Sequence[int]
+    num_inherited: int = 0
+    structure_from: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A prompt and how to continue it.
 
@@ -32,6 +48,10 @@ class EngineRequest:
         expected_cached_tokens: prompt tokens that the router expects in the cache, for the load report and for the
             order of prompts.
         pooling: return a vector of the prompt, and generate nothing.
+        prefix_keys: keys of its prefixes (`folio.app.engine.request.prefix_keys`), instead of those that follow from
+            salt, adapter and tenant.
+        begun: all outputs of the request that have not ended, if another engine has begun it. They continue where they
+            are, with `params.seed`; nothing is delivered a second time. Empty: the request begins here.
     """
 
     request_id: str
@@ -48,6 +68,8 @@ class EngineRequest:
     cache_ttl_s: float | None = None
     expected_cached_tokens: int | None = None
     pooling: PoolingParams | None = None
+    prefix_keys: tuple[str, ...] | None = None
+    begun: tuple[BegunOutput, ...] = ()
 
 
 def check_timeout(timeout_s: float | None) -> None:

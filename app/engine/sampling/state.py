@@ -27,6 +27,7 @@ class SamplingState:
         prompt_token_ids: not copied.
         index: number of the output within its request; each output has its own noise.
         matcher: matcher of `params.structure`.
+        structure_from: tokens of the output before the structure begins.
         bad_words: automaton of `params.bad_words`.
         eos_token_ids: the model's end-of-sequence tokens; only `params.min_tokens` needs them.
 
@@ -44,11 +45,13 @@ class SamplingState:
         *,
         index: int = 0,
         matcher: Matcher | None = None,
+        structure_from: int = 0,
         bad_words: BadWords | None = None,
         eos_token_ids: frozenset[int] | None = None,
     ) -> None:
         self.params = params
         self.matcher = matcher
+        self.structure_from = structure_from
         self.is_greedy = params.temperature < _GREEDY_BELOW
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self.bias = np.fromiter(params.logit_bias.values(), np.float32)
@@ -128,7 +131,7 @@ class SamplingState:
             self._word_state = self._bad_words.advance(self._word_state, token_id)
         if self._counts is not None:
             self._counts.add(token_id)
-        if self.matcher is not None:
+        if self.matcher is not None and len(self._output) > self.structure_from:
             self.matcher.accept(token_id)
         if len(self._output) == self.params.min_tokens:
             self._note_length()
@@ -148,8 +151,9 @@ class SamplingState:
             matcher, bad_words: by default this state's, if `params` has the same structure and bad words.
         """
         params = params or self.params
+        structure_from = len(self._output)
         if matcher is None and self.matcher is not None and params.structure == self.params.structure:
-            matcher = self.matcher.fork()
+            matcher, structure_from = self.matcher.fork(), self.structure_from
         if bad_words is None and params.bad_words == self.params.bad_words:
             bad_words = self._bad_words
         other = SamplingState(
@@ -157,6 +161,7 @@ class SamplingState:
             self._prompt_token_ids,
             index=self._index if index is None else index,
             matcher=matcher,
+            structure_from=structure_from,
             bad_words=bad_words,
             eos_token_ids=self._eos_token_ids,
         )

@@ -5,24 +5,36 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import replace
+from typing import NamedTuple
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.model.loader import LoadedModel
 from folio.app.engine.model.vocabulary import Vocabulary
 from folio.app.engine.request.best_of import BestOf
-from folio.app.engine.request.engine_request import EngineRequest, check_timeout
+from folio.app.engine.request.engine_request import BegunOutput, EngineRequest, check_timeout
 from folio.app.engine.request.pooled import PooledPrompt, PoolingParams
 from folio.app.engine.request.prefix_keys import extra_keys
 from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.sampling.beam import BeamSearch
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.sampling.state import SamplingState
+from folio.app.engine.sampling.token_text import IncrementalDetokenizer
 from folio.app.engine.schedule.scheduler import Scheduler
 from folio.app.errors import ConfigError, ContextLengthError, RequestError
 from folio.vmem import KVMemory, PinError, PrefixUse
 
 logger = logging.getLogger(__name__)
+
+
+class BegunState(NamedTuple):
+    """An output that another engine has begun, in the state in which it continues. `text`: `None` without a
+    tokenizer."""
+
+    output: BegunOutput
+    sampling: SamplingState
+    text: IncrementalDetokenizer | None
 
 
 class RequestValidator:
@@ -64,6 +76,7 @@ class RequestValidator:
             ContextLengthError: prompt and output do not fit.
         """
         prompt_token_ids, params = request.prompt_token_ids, request.params
+        num_tokens = len(prompt_token_ids) + max((output.num_inherited for output in request.begun), default=0)
         check_timeout(request.timeout_s)
         if not prompt_token_ids:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
@@ -78,13 +91,13 @@ class RequestValidator:
             self._check_pooled(len(prompt_token_ids), request.pooling)
             return 0
         context_tokens = self._memory.context_tokens
-        room = context_tokens - len(prompt_token_ids)
+        room = context_tokens - num_tokens
         if room < 1:
             why = self._why_short(context_tokens)
-            raise ContextLengthError.of_prompt(len(prompt_token_ids), context_tokens, "prompt", advice=why)
+            raise ContextLengthError.of_prompt(num_tokens, context_tokens, "prompt", advice=why)
         if (params.max_tokens or 1) > room:
             raise ContextLengthError.of_output(
-                len(prompt_token_ids),
+                num_tokens,
                 params.max_tokens or 1,
                 context_tokens,
                 "prompt",
@@ -92,8 +105,9 @@ class RequestValidator:
                 self._why_short(context_tokens),
             )
         max_tokens = params.max_tokens or room
+        self._check_begun(request.begun, params, max_tokens)
         if params.num_sequences > 1:
-            self._check_together(len(prompt_token_ids), max_tokens, params)
+            self._check_together(num_tokens, max_tokens, params)
         return max_tokens
 
     def check_generates(self) -> None:
@@ -129,11 +143,14 @@ class RequestValidator:
 
     def prefix_keys(self, request: EngineRequest) -> tuple[str, ...]:
         """Keys that requests must have in common to share cached prefixes."""
+        if request.prefix_keys is not None:
+            return request.prefix_keys
         tenant = request.tenant if self._isolate_tenants else None
         return extra_keys(request.cache_salt, request.adapter, tenant)
 
-    def prefix_to_pin(self, name: str, request: EngineRequest, keys: tuple[str, ...]) -> EngineRequest:
-        """Check a pin; returns the request with the whole blocks of the prompt. May wait for the memory's lock.
+    def prefix_to_pin(self, name: str, request: EngineRequest) -> EngineRequest:
+        """Check a pin; returns the request with the whole blocks of the prompt, and its keys. May wait for the memory's
+        lock.
 
         Raises:
             RequestError: the prompt is invalid or shorter than a block, another prefix has the name, the quota is used
@@ -148,7 +165,8 @@ class RequestValidator:
             raise RequestError(
                 f"a prefix of {num_tokens} tokens is too short to pin; the shortest has {unit}", "prompt"
             )
-        to_pin = replace(request, prompt_token_ids=prefix)
+        keys = self.prefix_keys(request)
+        to_pin = replace(request, prompt_token_ids=prefix, prefix_keys=keys)
         self.validate_request(to_pin)
         try:
             self._memory.pins.check_pin(name, self._prefixes.chain(keys), prefix)
@@ -156,16 +174,32 @@ class RequestValidator:
             raise RequestError(str(error), "name") from error
         return to_pin
 
+    def replay(self, request: EngineRequest) -> list[BegunState]:
+        """The states of the outputs that another engine has begun. Takes long after many tokens; from any thread."""
+        states: list[BegunState] = []
+        prompt = list(request.prompt_token_ids)
+        params = replace(request.params, prompt_logprobs=None) if request.begun else request.params  # delivered
+        for output in request.begun:
+            state = self._vocabulary.state(params, prompt, output.index, output.structure_from)
+            text = self._vocabulary.detokenizer(prompt, params, output.token_ids[: output.num_inherited])
+            for number, token_id in enumerate(output.token_ids):
+                state.append(token_id)
+                if text is not None and number >= output.num_inherited:
+                    text.push(token_id)  # again, what is certain has been delivered, and the rest is held back
+            states.append(BegunState(output, state, text))
+        return states
+
     def create_request(
         self,
         request_id: str,
         asked: EngineRequest,
         max_tokens: int,
         *,
-        keys: tuple[str, ...] | None = None,
+        begun: Collection[BegunState] = (),
         pin_name: str | None = None,
     ) -> Request:
-        """Create a validated request with its first sequence. Arguments: see `Engine.add_request`."""
+        """Create a validated request with its first sequence, or with those that another engine has begun. Arguments:
+        see `Engine.add_request`."""
         selection: BestOf | BeamSearch | None = None
         own = params = asked.params
         if params.use_beam_search:
@@ -184,29 +218,35 @@ class RequestValidator:
             request_id, params, asked.priority, next(self._arrivals), asked.adapter, tenant, selection=selection
         )
         prompt, turn = list(asked.prompt_token_ids), asked.turn
-        Sequence(
-            request,
-            prompt,
-            own,
-            max_tokens,
-            None if params.use_beam_search else self._vocabulary.detokenizer(prompt, params),
-            self._prefixes.chain(self.prefix_keys(asked) if keys is None else keys),
-            prompt.copy(),
-            num_forks=params.num_sequences - 1,
-            sampling=self._vocabulary.state(own, prompt),
-            expected_cached_tokens=asked.expected_cached_tokens,
-            turn=turn,
-            use=PrefixUse(
-                turn.kind,
-                len(prompt),
-                retain_s=min(asked.cache_ttl_s or 0.0, self._max_cache_ttl_s),
-                retains_output=turn.kind != "completion",
-                owner=tenant or "",
-            ),
-            pin_name=pin_name,
-            pooled=self._pooled_prompt(asked.pooling),
-            submitted_at=time.perf_counter(),
-        )
+        num_forks = 0 if begun else params.num_sequences - 1
+        if not begun:
+            detokenizer = None if params.use_beam_search else self._vocabulary.detokenizer(prompt, params)
+            begun = [BegunState(BegunOutput(0, ()), self._vocabulary.state(own, prompt), detokenizer)]
+        for output, state, text in begun:
+            Sequence(
+                request,
+                prompt,
+                state.params,
+                max_tokens + output.num_inherited,
+                text,
+                self._prefixes.chain(self.prefix_keys(asked)),
+                [*prompt, *output.token_ids],
+                index=output.index,
+                num_forks=num_forks,
+                sampling=state,
+                expected_cached_tokens=asked.expected_cached_tokens,
+                turn=turn,
+                use=PrefixUse(
+                    turn.kind,
+                    len(prompt),
+                    retain_s=min(asked.cache_ttl_s or 0.0, self._max_cache_ttl_s),
+                    retains_output=turn.kind != "completion",
+                    owner=tenant or "",
+                ),
+                pin_name=pin_name,
+                pooled=self._pooled_prompt(asked.pooling),
+                submitted_at=time.perf_counter(),
+            )
         return request
 
     def _pooled_prompt(self, params: PoolingParams | None) -> PooledPrompt | None:
@@ -217,14 +257,14 @@ class RequestValidator:
 
     def create_fork(
         self, request_id: str, parent: Sequence, params: SamplingParams
-    ) -> tuple[Request, list[SamplingState], int]:
-        """Validate forks of a running sequence; returns their request, which has no sequences yet, their sampling
-        states, and the most tokens of each.
+    ) -> tuple[EngineRequest, Request, list[SamplingState], int]:
+        """Validate forks of a running sequence; returns the request that other engines would need for them, their
+        request here, which has no sequences yet, their sampling states, and the most tokens of each.
 
         Raises:
             RequestError: the forks do not fit beside the sequences of their parent's request.
         """
-        of_parent = parent.request
+        of_parent, output = parent.request, parent.token_ids[len(parent.prompt_token_ids) :]
         check_fork(params)
         most_tokens = len(parent.token_ids) + self.validate_request(EngineRequest(request_id, parent.token_ids, params))
         most = [sequence.most_tokens for sequence in of_parent.sequences] + [most_tokens] * params.n
@@ -248,7 +288,29 @@ class RequestValidator:
             due=of_parent.due,
         )
         states = [self._vocabulary.fork(parent.sampling, params, index) for index in range(params.n)]
-        return request, states, most_tokens
+        asked = EngineRequest(
+            request_id,
+            parent.prompt_token_ids,
+            params,
+            priority=request.priority,
+            adapter=request.adapter,
+            tenant=request.tenant,
+            prefix_keys=parent.chain.keys,
+            begun=tuple(
+                BegunOutput(index, output, len(output), state.structure_from) for index, state in enumerate(states)
+            ),
+        )
+        return asked, request, states, most_tokens
+
+    def _check_begun(self, begun: tuple[BegunOutput, ...], params: SamplingParams, max_tokens: int) -> None:
+        if begun and params.num_sequences > params.n:
+            raise RequestError("outputs of best_of or of a beam search cannot be continued; send the request again")
+        for output in begun:
+            num_tokens = len(output.token_ids) - output.num_inherited
+            if not 0 <= output.index < params.n or not 0 <= num_tokens < max_tokens:
+                raise RequestError(f"output {output.index} with {num_tokens} tokens cannot be continued")
+            if output.token_ids and not 0 <= min(output.token_ids) <= max(output.token_ids) < self._vocab_size:
+                raise RequestError(f"output {output.index} has a token that the model does not know")
 
     def _check_together(self, num_prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
         """Raise `RequestError` unless all sequences of a request can run at once."""

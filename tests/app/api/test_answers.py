@@ -23,7 +23,7 @@ from folio.app.api.output.plan import OutputPlan
 from folio.app.engine.model.tokenizer import load_tokenizer
 from folio.app.engine.request.delta import Delta
 from folio.app.engine.sampling.token_logprobs import TokenLogprobs
-from folio.app.fleet.messages import Piece, PieceCollector, split_public_id
+from folio.app.fleet.messages import Piece, PieceCollector, split_public_id, whole_outputs
 from tests.app.small_tokenizers import sentencepiece
 
 TOKENIZER = load_tokenizer("builtin")
@@ -249,13 +249,19 @@ def test_deltas_collect_into_pieces(texts: list[tuple[int, str]], order: list[in
     whole, streamed = PieceCollector("here"), PieceCollector("here")
     whole.hold(deltas)
     ends = [0, *sorted(cut for cut in cuts if cut < len(deltas)), len(deltas)]
-    pushed = [streamed.push(deltas[begin:end]) for begin, end in itertools.pairwise(ends)]
+    pushed: list[list[Piece]] = []
+    for begin, end in itertools.pairwise(ends):
+        streamed.hold(deltas[begin:end])
+        pushed.append(streamed.pieces())
     pieces = list(itertools.chain.from_iterable(pushed))
     assert all(piece.text or piece.finish_reason for piece in pieces)
     assert all(len({piece.index for piece in step}) == len(step) for step in pushed)
     assert [piece.ends_request for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert [piece.prompt_logprobs for piece in pieces] == [PROMPT_ENTRIES] + [()] * (len(pieces) - 1)
-    for index, one in enumerate(whole.held_pieces()):
+    outputs = whole_outputs(whole.pieces())
+    for mine, one in zip(whole_outputs(pieces), outputs, strict=True):
+        assert dataclasses.replace(mine, prompt_logprobs=()) == dataclasses.replace(one, prompt_logprobs=())
+    for index, one in enumerate(outputs):
         mine, own = ([each for each in found if each.index == index] for found in (pieces, deltas))
         assert one.text == "".join(delta.text for delta in own) == "".join(piece.text for piece in mine)
         for name in ("token_ids", "logprobs"):
@@ -263,7 +269,6 @@ def test_deltas_collect_into_pieces(texts: list[tuple[int, str]], order: list[in
             assert getattr(one, name) == joined == sum((getattr(delta, name) for delta in own), ())
         for name in ("index", "finish_reason", "stop_reason", "score"):
             assert getattr(one, name) == getattr(mine[-1], name) == getattr(own[-1], name)
-        assert bool(one.prompt_logprobs) == (index == 0)
         assert {one.replica, *(piece.replica for piece in mine)} == {"here"}
 
 

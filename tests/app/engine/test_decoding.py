@@ -305,7 +305,7 @@ def test_few_ended_outputs_are_remembered(engine: Engine, monkeypatch: pytest.Mo
         run(engine)
         ended = engine.decoder.ended.get(name, 0)
         assert ended is not None
-        assert not ended.request.params.logit_bias
+        assert not ended.params.logit_bias
     with pytest.raises(RequestError, match="is no longer kept"):
         engine.fork("a", "fork", GREEDY)
     engine.fork("b", "fork", GREEDY)

@@ -356,7 +356,12 @@ def cases(prefix: str, names: str, victim: str, belongs: Belongs | None = None, 
 CASES = [
     # It begins.
     *cases("engine.Engine", "prepare add_request _set_deadline", "rich", expected=REFUSED),
-    *cases("step.intake.RequestValidator", "validate_request create_request _check_together", "rich", expected=REFUSED),
+    *cases(
+        "step.intake.RequestValidator",
+        "validate_request replay create_request _check_together _check_begun",
+        "rich",
+        expected=REFUSED,
+    ),
     *cases("model.vocabulary.Vocabulary", "check_params state detokenizer _bad_words", "rich", expected=REFUSED),
     *cases("model.vocabulary.Vocabulary", "_matcher", "structured", expected=REFUSED),
     *cases("model.vocabulary.Vocabulary", "stop_token_ids", "beams", expected=REFUSED),

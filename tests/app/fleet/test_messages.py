@@ -10,8 +10,12 @@ from tests.app.fleet.reports import IDLE
 
 def test_a_report_of_another_version_is_none() -> None:
     reports = {"m": IDLE, "n": replace(IDLE, made_at=1.0)}
-    stats = reports_as_stats(reports)
-    assert stats == {"made_at": 1.0, "models": {name: asdict(report) for name, report in reports.items()}}
+    stats = reports_as_stats(reports, 2.5)
+    assert stats == {
+        "start_s": 2.5,
+        "made_at": 1.0,
+        "models": {name: asdict(report) for name, report in reports.items()},
+    }
     assert reports_from_stats(stats) == reports
     of_model = stats["models"]["n"]
     for other in ({**of_model, "more": 1}, {**of_model, "step": 0.1}, {**of_model, "step": {"fixed_s": 1.0}}):

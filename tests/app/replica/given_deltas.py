@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from folio.app.engine import Delta, SamplingParams
 from folio.app.engine.async_engine import Pace
-from folio.app.engine.request.engine_request import EngineRequest
+from folio.app.engine.request.engine_request import BegunOutput, EngineRequest
 from folio.app.engine.request.pooled import PoolingParams
 from folio.app.engine.request.turn import Turn
 from folio.app.fleet.messages import ExpectedPrefix, GenerateRequest
@@ -54,8 +54,11 @@ class Engine:
         self.asked.append(request)
         return self._yield()
 
-    def fork(self, *args: Any, pace: Pace, **options: Any) -> AsyncGenerator[list[Delta], None]:
+    def fork(
+        self, *args: Any, pace: Pace, note: Callable[[EngineRequest], None], **options: Any
+    ) -> AsyncGenerator[list[Delta], None]:
         self.paces.append(pace)
+        note(EngineRequest("f-1", [1, 2], args[1], begun=(BegunOutput(0, [3], 1),)))
         self.forks.append((*args, options))
         return self._yield()
 

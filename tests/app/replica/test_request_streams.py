@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from folio.app.engine import Delta, SamplingParams
+from folio.app.engine.request.engine_request import BegunOutput
 from folio.app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
-from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, Piece
+from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, Piece, whole_outputs
 from folio.app.fleet.streams import StreamPace
 from folio.app.replica.request_streams import RequestStreams
 from tests.app.replica.given_deltas import DELTAS, REQUEST, Engine
@@ -23,8 +24,9 @@ from tests.local_server import Shelf
 
 async def outputs_of(requests: RequestStreams, call: GenerateRequest | ForkCall) -> list[Piece]:
     """Each output in one piece."""
-    [outputs] = [item async for item in requests.whole(call)]
-    return outputs
+    *_, outputs = [item async for item in requests.pieces(replace(call, whole=True))]
+    assert isinstance(outputs, list)
+    return whole_outputs(outputs)
 
 
 def streams_of(engine: Any, noted: list[tuple[int, int]] | None = None) -> RequestStreams:
@@ -61,7 +63,7 @@ async def test_outputs_whole_and_in_pieces() -> None:
     assert {(p.replica, p.num_cached_tokens) for p in whole + pieces} == {("here", 3)}
     assert noted == [(4, 3)] * 2
     whole_pace, stream_pace = engine.paces
-    assert whole_pace() == math.inf, "the answer is read at its end"
+    assert whole_pace() == math.inf, "vectors are sent together"
     assert stream_pace() == 0.05
 
 
@@ -70,7 +72,7 @@ async def test_the_engine_gets_the_request_as_it_is(replica: str, num_expected: 
     requests = streams_of(engine := Engine(DELTAS))
     sent = replace(REQUEST, expected=ExpectedPrefix(replica, 4))
     await outputs_of(requests, pickle.loads(pickle.dumps(sent)))
-    assert engine.asked == [replace(sent, expected_cached_tokens=num_expected)]
+    assert engine.asked == [replace(sent, expected_cached_tokens=num_expected, whole=True)]
 
 
 async def test_more_prompts_are_outputs_of_one_call() -> None:
@@ -114,7 +116,10 @@ async def test_forks() -> None:
     call = ForkCall("f", "r", 1, "here", SamplingParams(n=2), 3.0, "key:k")
     whole = await outputs_of(requests, call)
     assert [piece.text for piece in whole] == ["ac", "b"]
-    assert "".join([piece.text async for some in requests.pieces(call) for piece in some]) == "abc"
+    first, *pieces = [item async for item in requests.pieces(call)]
+    begun = (BegunOutput(0, [3], 1),)
+    assert first == GenerateRequest("f", [1, 2], call.params, timeout_s=3.0, owner="key:k", begun=begun)
+    assert "".join(piece.text for some in pieces for piece in some) == "abc"
     assert engine.forks == [("r", call.params, "f", {"index": 1, "timeout_s": 3.0, "owner": "key:k"})] * 2
 
 

@@ -26,8 +26,8 @@ def completion(model: str = "first", **fields: Any) -> CompletionRequest:
 
 
 async def say(replica: EngineReplica, model: str) -> str:
-    call = GenerateRequest("r", [300, 301], SamplingParams(max_tokens=8, temperature=0), model=model)
-    [[piece]] = [item async for item in replica.complete_as_stream(call) if item]
+    call = GenerateRequest("r", [300, 301], SamplingParams(max_tokens=8, temperature=0), model=model, whole=True)
+    [[piece]] = [item async for item in replica.generate_stream(call) if item]
     return piece.text
 
 

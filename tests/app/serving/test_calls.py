@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ray.exceptions import (
 )
 
 from folio.app.engine import SamplingParams
+from folio.app.engine.request.engine_request import BegunOutput, EngineRequest
 from folio.app.errors import (
     DeadlineError,
     EngineError,
@@ -26,9 +28,11 @@ from folio.app.errors import (
     NoReplicaError,
     OverloadedError,
     UnavailableError,
+    UnknownRequestError,
 )
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
 from folio.app.fleet.overload import LoadShedder
+from folio.app.serving import peers
 from folio.app.serving.calls import ReplicaClient, fits_by_value
 from tests.fakes.replicas import Handle, Script, stopped
 
@@ -106,20 +110,42 @@ async def test_no_retry_without_a_replica(stream: bool) -> None:
     assert len(handle.calls) == 1
 
 
-async def test_no_retry_of_a_stream_with_output() -> None:
-    replicas, handle = replicas_with([BEGUN, GONE])
-    pieces = replicas.stream_calls([CALL])
-    assert (await anext(pieces))[1].text == "a"
-    with pytest.raises(UnavailableError):
-        await anext(pieces)
-    assert len(handle.calls) == 1
+async def test_a_stream_continues_at_another_replica() -> None:
+    """With the same seed; its caller gets nothing twice, and the cached tokens of the first replica."""
+    begun, end = replace(BEGUN, num_cached_tokens=7), replace(END, num_cached_tokens=9)
+    replicas, handle = replicas_with([begun, GONE], [GONE], [end])
+    pieces = [piece async for _, piece in replicas.stream_calls([CALL])]
+    assert [(piece.text, piece.num_cached_tokens) for piece in pieces] == [("a", 7), ("b", 7)]
+    assert [[(o.index, list(o.token_ids)) for o in call.begun] for call in handle.calls] == [[], [(0, [1])], [(0, [1])]]
+    [seed] = {call.params.seed for call in handle.calls}
+    assert seed is not None
     assert handle.responses[0].cancelled
+
+
+async def test_only_the_outputs_that_have_not_ended_continue() -> None:
+    outputs = [
+        Piece("a", (1,), 1, None, None, 2),
+        Piece("b", (2,), 0, "stop", None, 2),
+        Piece("c", (3,), 1, None, None, 1),
+    ]
+    last = [Piece("d", (4,), 2, "stop", None, 1), Piece("e", (5,), 1, "stop")]
+    replicas, handle = replicas_with([*outputs, GONE], last)
+    call = replace(CALL, params=SamplingParams(n=3))
+    assert await ask(replicas, True, call) == ["a", "b", "c", "d", "e"]
+    assert [(o.index, list(o.token_ids)) for o in handle.calls[1].begun] == [(1, [1, 3]), (2, [])]
+
+
+async def test_selected_outputs_are_not_continued() -> None:
+    """They are delivered in the order of their merit, not of their numbers."""
+    replicas, handle = replicas_with([Piece("a", (1,), 0, "stop", None, 1), GONE])
+    with pytest.raises(UnavailableError):
+        await ask(replicas, True, replace(CALL, params=SamplingParams(n=2, best_of=3)))
+    assert len(handle.calls) == 1
 
 
 async def test_how_streams_end() -> None:
     """Too early, without any output, and after the last piece."""
-    with pytest.raises(UnavailableError, match="was lost"):
-        await ask(replicas_with([BEGUN])[0], True)
+    assert await ask(replicas_with([BEGUN], [END])[0], True) == ["a", "b"]
     assert await ask(replicas_with([], [END])[0], True) == ["b"]
     assert await ask(replicas_with([BEGUN, END, GONE])[0], True) == ["a", "b"]
 
@@ -247,7 +273,8 @@ def test_a_request_with_more_prompts_than_the_queue_has_room(stream: bool) -> No
             entries = [entry async for entry in replicas.stream_calls(CALLS[:20])]
             assert sorted(number for number, _ in entries) == sorted([*range(20)] * 3)
         else:
-            assert [len(pieces) for pieces in await replicas.complete_calls(CALLS[:20])] == [3] * 20
+            [*outputs] = await replicas.complete_calls(CALLS[:20])
+            assert [piece.text for [piece] in outputs] == ["aab"] * 20
         assert queue.shedder.admission_delay_s(time.monotonic()) is None
         return queue
 
@@ -288,14 +315,54 @@ async def test_cancellation_is_passed_on_without_a_retry() -> None:
     assert [response.cancelled for response in handle.responses] == [True]
 
 
-async def test_forks_are_not_retried() -> None:
-    replicas, handle = replicas_with([GONE], [GONE])
-    call = ForkCall("f", "r", 0, "a", SamplingParams())
-    with pytest.raises(UnavailableError):
-        await replicas.complete_fork(call)
-    with pytest.raises(UnavailableError):
-        _ = [piece async for piece in replicas.stream_fork(call)]
-    assert len(handle.calls) == 2
+FORK = ForkCall("f", "r", 0, "a", SamplingParams(n=2), model="m")
+HERE, THERE = ("a", True), ("b", True)
+
+
+@pytest.mark.parametrize("error", [GONE, RayTaskError("generate", "traceback", UnknownRequestError("none"))])
+@pytest.mark.parametrize(
+    ("looks", "asked"),
+    [
+        ([[THERE]], ["a", "b"]),  # it has continued there
+        ([[("b", False)], [("b", False), THERE]], ["a", "b"]),  # it continues a moment later
+        ([[UnavailableError("busy"), ("b", False)]] * 2, ["a"]),
+        ([[HERE, ("b", False)]], ["a"]),  # another caller's
+    ],
+)
+async def test_a_fork_goes_where_its_output_is(
+    error: BaseException, looks: list[Any], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers_of_each(handle: Any, *question: Any, timeout_s: float) -> list[Any]:
+        assert question == ("has_output", "m", "r", 0)
+        return left.pop(0)
+
+    left = looks.copy()
+    monkeypatch.setattr(peers, "answers_of_each", answers_of_each)
+    monkeypatch.setattr(peers, "_CONTINUES_WITHIN_S", 0.0)
+    replicas, handle = replicas_with(
+        script=lambda call: [error] if call.replica == "a" else [replace(END, index=1), END]
+    )
+    answer = replicas.complete_fork(FORK)
+    if len(asked) == 1:
+        with pytest.raises((UnavailableError, UnknownRequestError)):
+            await answer
+    else:
+        assert [piece.index for piece in await answer] == [0, 1]
+    assert [call.replica for call in handle.calls] == asked
+    assert not left
+
+
+async def test_a_fork_continues_at_any_replica() -> None:
+    """From what its parent had generated, and it itself has delivered."""
+    inherited = tuple(BegunOutput(index, [8, 9], 2, 1) for index in range(2))
+    asked = EngineRequest("engine's", [1, 2], FORK.params, adapter="a@1", begun=inherited)
+    call = FORK.as_generated(asked)
+    assert (call.request_id, call.model, call.adapter) == ("f", "m", "a@1")
+    ended = [Piece("c", (3,), 0, "stop", None, 1), Piece("d", (4,), 1, "stop")]
+    replicas, handle = replicas_with([call, GONE], [Piece("a", (5,), 1), GONE], ended)
+    assert [piece.text async for piece in replicas.stream_fork(FORK)] == ["a", "c", "d"]
+    begun = [[replace(output, token_ids=list(output.token_ids)) for output in call.begun] for call in handle.calls[1:]]
+    assert begun == [list(inherited), [inherited[0], BegunOutput(1, [8, 9, 5], 2, 1)]]
 
 
 @pytest.mark.parametrize(

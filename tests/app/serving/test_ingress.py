@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -156,7 +157,8 @@ async def test_a_fork_goes_to_the_replica_in_the_id() -> None:
     fork = ForkRequest(model="m", request_id=first.id, n=2, index=0, max_tokens=3)
     forks = await ingress.fork(fork)
     [begun, call] = engines.calls
-    assert call == ForkCall(call.request_id, begun.request_id, 0, "r7", fork.sampling_params(), model="m")
+    params = replace(fork.sampling_params(), seed=call.params.seed)
+    assert call == ForkCall(call.request_id, begun.request_id, 0, "r7", params, model="m", whole=True)
     assert call.request_id != begun.request_id
     assert [choice.text for choice in forks.choices] == ["10", "11"]
     assert (forks.usage.prompt_tokens, forks.usage.completion_tokens) == (0, 2)

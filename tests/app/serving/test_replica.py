@@ -95,7 +95,7 @@ async def test_a_call_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch)
         go_on.set()
 
 
-@pytest.mark.parametrize("first_asked", ["complete_as_stream", "record_routing_stats", "check_health"])
+@pytest.mark.parametrize("first_asked", ["generate_stream", "record_routing_stats", "check_health"])
 async def test_a_stopped_engine_ends_its_process_at_the_first_call(
     monkeypatch: pytest.MonkeyPatch, first_asked: str
 ) -> None:
@@ -117,8 +117,8 @@ async def test_a_stopped_engine_ends_its_process_at_the_first_call(
     replica = replica_of(engine)
 
     async def call() -> None:
-        if first_asked == "complete_as_stream":
-            await anext(replica.complete_as_stream(REQUEST))
+        if first_asked == "generate_stream":
+            await anext(replica.generate_stream(REQUEST))
         else:
             await getattr(replica, first_asked)()
 

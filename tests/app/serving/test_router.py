@@ -90,7 +90,7 @@ async def choose(router: FolioRouter, request: PendingRequest, **retry: bool) ->
 
 
 def now_with(keys: list[bytes], **changes: Any) -> dict[str, Any]:
-    return reports_as_stats({"": report(time.time(), keys, **changes)})
+    return reports_as_stats({"": report(time.time(), keys, **changes)}, start_s=1.0)
 
 
 def all_report(replicas: list[Replica], keys: Sequence[bytes] = ()) -> None:
@@ -235,7 +235,7 @@ async def test_the_clocks_of_replicas_do_not_matter(replicas: list[Replica], ahe
     made_at = time.monotonic() + ahead_s
     keys = prompt_keys(PROMPT, UNIT, None)
     for replica in replicas:
-        replica.routing_stats = reports_as_stats({"": report(made_at, keys if replica is replicas[1] else [])})
+        replica.routing_stats = reports_as_stats({"": report(made_at, keys if replica is replicas[1] else [])}, 1.0)
     router = router_for(replicas, stale_after_s=100.0)
     assert await choose(router, pending()) == "b"
     assert len(router.route().fleet.fresh("abc", time.monotonic() + 99.0)) == 3
@@ -244,7 +244,7 @@ async def test_the_clocks_of_replicas_do_not_matter(replicas: list[Replica], ahe
 
 def shelf_report(replica: Replica, **of_models: ReplicaReport) -> None:
     made_at = time.time()
-    replica.routing_stats = reports_as_stats({m: replace(load, made_at=made_at) for m, load in of_models.items()})
+    replica.routing_stats = reports_as_stats({m: replace(load, made_at=made_at) for m, load in of_models.items()}, 1.0)
 
 
 def of_model(model: str, number: int = 0) -> PendingRequest:

@@ -11,7 +11,7 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError
 
 from folio.app.engine import SamplingParams
-from folio.app.errors import EngineError, FolioError, UnavailableError
+from folio.app.errors import EngineError, FolioError
 from folio.app.fleet.messages import GenerateRequest, Piece, SharedStreamCall, SharedStreamKey
 from folio.app.fleet.overload import LoadShedder
 from folio.app.serving.calls import ReplicaClient
@@ -61,6 +61,7 @@ class Replica:
 
     def __init__(self, **bounds: Any) -> None:
         self.streams = SharedStreams(**bounds)
+        self.calls: list[GenerateRequest] = []
         self.own: list[Call] = []
         self.shared: list[Call] = []
         self.pieces: list[asyncio.Queue[Piece | FolioError]] = []
@@ -78,6 +79,7 @@ class Replica:
             self.pieces[number].put_nowait(piece)
 
     def _generate(self, call: GenerateRequest) -> Call:
+        self.calls.append(call)
         self.pieces.append(asyncio.Queue())
         self.own.append(Call(self._diverted(self._lists(self.pieces[-1]), call)))
         return self.own[-1]
@@ -136,6 +138,14 @@ class Crowd:
 
     async def all_have(self, text: str, requests: range = range(NUM)) -> None:
         await until_async(lambda: all(f"{number}{text}" in self.texts[number] for number in requests))
+
+    async def all_end(self, text: str) -> None:
+        """The requests are sent once more, and end there with this text."""
+        await until_async(lambda: len(self.replica.pieces) == 2 * NUM)
+        for number, call in enumerate(self.replica.calls[NUM:]):
+            first = int(call.request_id.removeprefix("request "))
+            self.replica.pieces[NUM + number].put_nowait(Piece(f"{first}{text}", (number,), 0, "stop", replica="r"))
+        await asyncio.gather(*self.tasks)
 
     async def _ask(self, replicas: ReplicaClient, number: int) -> None:
         call = GenerateRequest(f"request {number}", [1], SamplingParams(max_tokens=10))
@@ -203,29 +213,29 @@ async def test_an_error_comes_after_the_earlier_output() -> None:
     assert crowd.texts == [[f"{number}a", f"{number}b"] for number in range(NUM)]
 
 
-async def test_a_replica_that_dies_ends_its_streams() -> None:
+async def test_streams_of_a_replica_that_dies_continue() -> None:
     crowd = Crowd()
     await crowd.begin()
     crowd.replica.step("b")
     await crowd.all_have("b")
     for call in (*crowd.replica.own, *crowd.replica.shared):
         call.break_off()
-    results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
-    assert [type(result) for result in results] == [UnavailableError] * NUM
+    await crowd.all_end("c")
+    assert crowd.texts == [[f"{number}{text}" for text in "abc"] for number in range(NUM)]
 
 
-async def test_a_broken_shared_stream_ends_its_requests() -> None:
-    """Requests whose pieces were lost end with an error."""
+async def test_requests_of_a_broken_shared_stream_continue() -> None:
+    """Pieces that were lost are generated again."""
     crowd = Crowd(again_s=0.0)
     await crowd.begin()
     crowd.replica.step("b")
     await crowd.all_have("b")
     crowd.replica.shared[0].break_off()
     await until_async(lambda: not crowd.replica.num_open)
-    crowd.replica.step("c")
-    results = await asyncio.gather(*crowd.tasks, return_exceptions=True)
-    assert [type(result) for result in results] == [UnavailableError] * NUM
-    assert crowd.replica.closed == NUM, "the engine went on without a reader"
+    crowd.replica.step("lost")
+    await crowd.all_end("c")
+    assert crowd.texts == [[f"{number}{text}" for text in "abc"] for number in range(NUM)]
+    assert crowd.replica.closed == 2 * NUM, "the engine went on without a reader"
     assert crowd.replica.shared[0].cancelled
 
 

@@ -260,5 +260,5 @@ async def test_a_model_that_cannot_be_loaded_takes_no_other_with_it(
     assert stats["models"]["second"]["wake_s"] > 60
     call = GenerateRequest("r", [1], SamplingParams(), model="second")
     with pytest.raises(ModelUnavailableError) as refused:
-        await anext(growing.replica.complete_as_stream(call))
+        await anext(growing.replica.generate_stream(call))
     assert refused.value.replica == "local"

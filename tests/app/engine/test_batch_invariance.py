@@ -13,6 +13,7 @@ import torch
 from folio.app.engine import SamplingParams
 from folio.app.engine.engine import Engine
 from folio.app.engine.ranks import executor
+from folio.app.engine.request.engine_request import BegunOutput
 from folio.app.errors import ConfigError
 from folio.kernels import CpuLinear, select_provider
 from tests.app.engine.engines import MakeEngine, answers, greedy, prompts
@@ -42,11 +43,8 @@ def _has_kernels() -> None:
 
 
 def go_on(engine: Engine, name: str, prompt: Sequence[int], params: SamplingParams, before: Sequence[int]) -> None:
-    """Submit what is left of a request that has had these tokens."""
-    left = replace(params, max_tokens=NEW_TOKENS - len(before))
-    engine.submit(name, [*prompt, *before], left)
-    for token_id in before:
-        engine.requests[name].sequences[0].sampling.append(token_id)
+    """Submit a request that has had these tokens elsewhere."""
+    engine.submit(name, prompt, params, begun=(BegunOutput(0, before),) if before else ())
 
 
 @pytest.mark.parametrize(("model", "settings"), CASES, ids=str)

@@ -28,6 +28,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("builtin", {"kv_dtype": "int8", "speculation": "ngram", "async_scheduling": "on"}),
     ("gemma3", {"max_num_batched_tokens": 32}),  # windows
     ("gpt2", {"kv_view": "block_table"}),  # nothing is fused
+    ("starcoder2", {}),  # activations by row
     ("llama", {"tensor_parallel_size": 2}),
 ]
 NEW_TOKENS = 12
@@ -77,13 +78,21 @@ def test_a_setting_that_has_no_effect_is_noticed(make_engine: MakeEngine, monkey
         make_engine("builtin", dtype="float32", batch_invariant=True)
 
 
-@pytest.mark.parametrize("model", ["mixtral", "qwen3_next"])
-def test_what_cannot_be_is_refused(model: str, make_engine: MakeEngine) -> None:
-    with pytest.raises(ConfigError, match="batch_invariant is true, but results would depend on the batch"):
-        make_engine(model, batch_invariant=True)
+@pytest.mark.parametrize(
+    ("model", "settings", "reason"),
+    [
+        ("mixtral", {}, "torch computes .*linear.* in mixtral"),
+        ("qwen3_next", {}, "2 layers are recurrent"),
+        ("builtin", {"dtype": "float16"}, "torch computes linear in"),  # oneDNN does
+        ("builtin", {"kv_dtype": "fp8_e4m3"}, "no attention provider supports this call"),
+    ],
+)
+def test_what_cannot_be_is_refused(model: str, settings: dict[str, Any], reason: str, make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_engine(model, batch_invariant=True, **settings)
 
 
-def test_float16_is_refused(make_engine: MakeEngine) -> None:
-    """On CPUs there are only oneDNN's products."""
-    with pytest.raises(ConfigError, match=r"batch_invariant is true, .* no kernel in torch.float16 here"):
-        make_engine("builtin", dtype="float16", batch_invariant=True)
+@pytest.mark.usefixtures("without_compiler")
+def test_without_a_compiler_it_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match="no attention provider for cpu is available"):
+        make_engine("builtin", batch_invariant=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,13 @@ import torch
 from torch import nn
 
 from folio.app.config.engine import EngineConfig
-from folio.app.engine.layers.batch_invariance import InvariantLinear, _replace_linears, make_batch_invariant
+from folio.app.engine.layers.batch_invariance import (
+    ByRow,
+    InvariantLinear,
+    VariantOperations,
+    _replace_linears,
+    make_batch_invariant,
+)
 from folio.app.engine.layers.linear import PackedLinear, choose_product, onednn_product, packed_by
 from folio.app.engine.model.loader import load_model
 from folio.app.errors import ConfigError
@@ -49,27 +56,8 @@ def test_every_product_of_a_model_is_marked() -> None:
         assert {weight.batch_invariant for weight in packed} == {invariant}
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"gate": nn.Linear(4, 3)}, "torch multiplies with the weights of 1 modules, such as gate"),
-        ({"expert": nn.ParameterList([torch.ones(2, 3, 4)])}, "such as expert"),
-    ],
-)
-def test_what_torch_multiplies_is_refused(change: dict[str, nn.Module], reason: str) -> None:
-    model = Linears()
-    for name, module in change.items():
-        model.add_module(name, module)
-    with pytest.raises(ConfigError, match=f"batch_invariant is true, but .*{reason}"):
-        make_batch_invariant(model, (), None)
-
-
-def test_onednn_recurrent_layers_and_other_ranks_are_refused() -> None:
-    model = Linears()
-    model.first = packed_by(onednn_product())("", nn.Linear(64, 48))
-    with pytest.raises(ConfigError, match="such as first"):
-        make_batch_invariant(model, (), None)
-    with pytest.raises(ConfigError, match="2 layers are recurrent"):
+def test_recurrent_layers_and_other_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"batch_invariant is true, .*: 2 layers are recurrent"):
         make_batch_invariant(Linears(), (0, 2), None)
     comm: Any = SimpleNamespace(size=3, transport="NCCL")
     with pytest.raises(ConfigError, match="3 ranks add over NCCL"):
@@ -78,11 +66,43 @@ def test_onednn_recurrent_layers_and_other_ranks_are_refused() -> None:
     make_batch_invariant(Linears(), (), comm)
 
 
-@pytest.mark.usefixtures("without_compiler")
-def test_without_a_compiler_a_model_is_refused() -> None:
-    config = EngineConfig(model="builtin", batch_invariant=True, skip_tokenizer_init=True)
-    with pytest.raises(ConfigError, match="batch_invariant is true"):
-        load_model(config.on_device("cpu"))
+@pytest.mark.parametrize(
+    ("compute", "name"),
+    [
+        (lambda x: nn.functional.linear(x, x), "mm"),
+        (lambda x: nn.functional.linear(x, x, x[:, 0]), "addmm"),
+        (lambda x: x[None] @ x[None], "bmm"),
+        (lambda x: nn.functional.silu(x), "silu"),
+        (lambda x: nn.functional.gelu(x, approximate="tanh"), "gelu"),
+        (lambda x: onednn_product().multiply(x, onednn_product().pack(x), None), "_linear_pointwise"),
+    ],
+)
+def test_what_torch_rounds_by_the_batch_is_found(compute: Callable[[torch.Tensor], object], name: str) -> None:
+    """Also in inference mode, where products are not taken apart."""
+    for inference in (False, True):
+        with torch.inference_mode(inference), VariantOperations() as operations:
+            compute(torch.ones(8, 8))
+        assert operations.names
+        assert operations.names <= ({name} | ({"linear", "matmul"} if inference else set()))
+
+
+def test_other_operations_are_not_refused() -> None:
+    """Angles of positions, exact functions, sums of rows, and activations by row."""
+    x = torch.ones(8, 8)
+    with VariantOperations() as operations:
+        _ = x[None, :, :1] @ x[None, :1]
+        _ = nn.functional.gelu(x), x.softmax(-1), x.mean(-1), nn.functional.layer_norm(x, (8,))
+        ByRow(nn.SiLU())(x)
+    assert not operations.names
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(approximate="tanh")], ids=str)
+def test_activations_by_row(activation: nn.Module) -> None:
+    """In float32, whose rounding depends on the place among all values otherwise."""
+    x = torch.randn(1, 37, 999)
+    together = ByRow(activation)(x)
+    torch.testing.assert_close(together, activation(x))
+    assert all(torch.equal(together[:, i], ByRow(activation)(x[:, i])) for i in range(37))
 
 
 def test_linear_layers_of_a_gpu_have_another_product() -> None:

@@ -36,6 +36,8 @@ HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 2.0, 10.0
 # A replica stopped by autoscaling or an update finishes its streams first. Serve's default of 20 s would cut long ones:
 # 4,096 tokens at 100 ms take seven minutes.
 DRAIN_TIMEOUT_S = 600.0
+# Its streams move to other replicas, so that it has soon none left.
+DRAINED_LOOK_S = 0.25
 # CPUs that Ray reserves for a replica and for each further rank. Replicas on CPUs share the cores: with a core
 # reserved for each, two cores would hold neither a third replica nor the new one of an update.
 REPLICA_CPUS, RANK_CPUS = 0.25, 0.1
@@ -60,6 +62,7 @@ def build(args: AppArgs) -> Application:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=DRAINED_LOOK_S,
         request_router_config=router_config(args),
         logging_config=LOGGING,
         **replica_resources(shelf.first.engine),

@@ -29,7 +29,7 @@ from folio.app.engine.request.faults import start_error
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.schedule.load_report import MOST_KEYS, Activity
 from folio.app.engine.speculation import SpeculationCounts
-from folio.app.engine.startup import PeerPrefixes, get_ready, hot_prefixes, prefix_fingerprint
+from folio.app.engine.startup import Fingerprints, PeerPrefixes, fingerprints, get_ready, hot_prefixes
 from folio.app.engine.step.parts import Admit
 from folio.app.engine.step.step_thread import StepThread
 from folio.app.engine.step.watch import EngineWatch
@@ -50,7 +50,7 @@ class AsyncEngine:
 
     Args:
         launch, admit, loaded: see `Engine`.
-        prefixes_of_others: returns the `hot_prefixes` of the peer engines with this `prefix_fingerprint`; called before
+        prefixes_of_others: returns the `hot_prefixes` of the peers with these `Fingerprints.prefixes`; called before
             the engine is ready.
         thread: computes the steps of this engine and of others. On a CPU the caller's thread creates the engine, so
             that the others go on; on CUDA the caller's thread reads the weight files into the page cache, then `thread`
@@ -143,9 +143,9 @@ class AsyncEngine:
         return self._engine.start_times
 
     @cached_property
-    def prefix_fingerprint(self) -> str:
-        """See `folio.app.engine.startup.prefix_fingerprint`."""
-        return prefix_fingerprint(self._engine.config, self._engine.model)
+    def fingerprints(self) -> Fingerprints:
+        """See `folio.app.engine.startup.fingerprints`."""
+        return fingerprints(self._engine.config, self._engine.model)
 
     def hot_prefixes(self) -> list[CachedPrefix]:
         """Prefixes that a new peer engine should compute. Raises `UnavailableError` once the engine has stopped."""

@@ -24,7 +24,7 @@ _STEP_FIELDS = {field.name for field in fields(StepTimes)}
 
 @dataclass(frozen=True, slots=True)
 class HotPrefixes:
-    """The prefixes that warm the cache of a new replica with the same `prefix_fingerprint`."""
+    """The prefixes that warm the cache of a new replica with the same `Fingerprints.prefixes`."""
 
     fingerprint: str
     prefixes: list[CachedPrefix]
@@ -47,6 +47,7 @@ class GenerateRequest(EngineRequest):
             (`folio.app.fleet.retry`). Other calls of the same HTTP request have other keys.
         more_prompts: further prompts to pool in the same call; output `i + 1` is of `more_prompts[i]`.
         model: the model's name at the replica; empty: the first one.
+        begun_by: the replica that has begun the outputs of `begun`; only replicas with its model continue them.
         shows_progress: the replica sends a `Progress` every `PROGRESS_S` without output.
         whole: the caller puts the pieces together, and needs them only for a continuation: they come seldom.
     """
@@ -61,6 +62,7 @@ class GenerateRequest(EngineRequest):
     repeat_key: str | None = None
     more_prompts: tuple[Sequence[int], ...] = ()
     model: str = ""
+    begun_by: str = ""
     shows_progress: bool = False
     whole: bool = False
 
@@ -147,11 +149,19 @@ class HostedModel:
     max_model_len: int | None
 
 
-def reports_as_stats(reports: Mapping[str, ReplicaReport], start_s: float) -> dict[str, Any]:
-    """A replica's report of each model, at least one, and the seconds that its start took, in plain types, for the way
-    through Serve's controller, which does not import Folio."""
+def reports_as_stats(
+    reports: Mapping[str, ReplicaReport], outputs: Mapping[str, str], start_s: float
+) -> dict[str, Any]:
+    """A replica's report of each model, at least one, in plain types: Serve's controller, on the way, does not import
+    Folio.
+
+    Args:
+        outputs: fingerprint of each model's outputs; empty while it is unknown.
+        start_s: seconds that the replica's start took.
+    """
     return {
         "start_s": start_s,
+        "outputs": dict(outputs),
         "made_at": max(report.made_at for report in reports.values()),
         "models": {name: asdict(report) for name, report in reports.items()},
     }
@@ -159,7 +169,7 @@ def reports_as_stats(reports: Mapping[str, ReplicaReport], start_s: float) -> di
 
 def reports_from_stats(stats: Mapping[str, Any]) -> dict[str, ReplicaReport] | None:
     """The inverse of `reports_as_stats`; `None` for another version's reports, as during an update."""
-    if stats.keys() != {"start_s", "made_at", "models"}:
+    if stats.keys() != {"start_s", "outputs", "made_at", "models"}:
         return None
     reports: dict[str, ReplicaReport] = {}
     for name, of_model in stats["models"].items():

@@ -16,6 +16,7 @@ from typing import Literal
 from folio.app.engine.request.engine_request import BegunOutput
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import DeadlineError, ModelUnavailableError, NoReplicaError, OverloadedError, UnavailableError
+from folio.app.fleet.departures import CallMovedError
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
 from folio.app.fleet.overload import LoadShedder
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Retries after a replica has gone: a request that makes engines fail must not take down one after the other.
 _MOST_RETRIES = 2
+# Moves to other replicas. One that hangs leaves like one that stops, and the request may be the cause.
+_MOST_MOVES = 8
 # Replicas that may refuse a request before the client is refused. Later requests rank these replicas last for a while,
 # so that only the first ones meet so many refusals.
 _MOST_OFFERS = 8
@@ -33,11 +36,12 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 # Longest time in which a cancelled request ends: a step, and the delivery of the cancellation.
 _ENDS_WITHIN_S = 2.0
 
-Reason = Literal["unavailable", "overloaded", "continued"]
+Reason = Literal["unavailable", "overloaded", "continued", "moved"]
 
 
 class DeliveredOutputs:
-    """What a caller has of its call's outputs: 4 bytes a token, from which another replica continues.
+    """What a caller has of its call's outputs: 4 bytes a token, from which another replica continues. `begun_by`: the
+    first replica.
 
     Args:
         params: with a seed, from which alone the noise of every replica follows.
@@ -49,6 +53,7 @@ class DeliveredOutputs:
         self._given = given or [BegunOutput(index, ()) for index in range(params.n)]
         self._left = {output.index: array("i", output.token_ids) for output in self._given}
         self._num_cached_tokens: int | None = None  # `None`: nothing is delivered
+        self.begun_by = ""
         self.is_continued = False
 
     def note(self, piece: Piece) -> Piece:
@@ -58,7 +63,7 @@ class DeliveredOutputs:
         else:
             self._left[piece.index].extend(piece.token_ids)
         if self._num_cached_tokens is None:
-            self._num_cached_tokens = piece.num_cached_tokens
+            self._num_cached_tokens, self.begun_by = piece.num_cached_tokens, piece.replica
         return replace(piece, num_cached_tokens=self._num_cached_tokens) if self.is_continued else piece
 
     def begun(self) -> tuple[BegunOutput, ...]:
@@ -114,7 +119,7 @@ class CallRetries:
         self._refused_by: tuple[str, ...] = ()
         self._stopped: tuple[str, ...] = ()
         self._failure: ModelUnavailableError | None = None
-        self._num_retries = 0
+        self._num_retries = self._num_moves = 0
         self._alone_since: float | None = None  # when no replica was there first
 
     def becomes(self, call: GenerateRequest) -> None:
@@ -141,6 +146,7 @@ class CallRetries:
             refused_by=self._refused_by,
             stopped=self._stopped,
             begun=begun,
+            begun_by=self._delivered.begun_by,
         )
 
     def delivered(self, piece: Piece) -> Piece:
@@ -161,13 +167,15 @@ class CallRetries:
             raise error
         if isinstance(error, OverloadedError):
             return self._refused(error)
-        if isinstance(error, NoReplicaError):  # the router has waited for a while
-            if self._alone_since is None:
-                self._alone_since = time.monotonic() - (error.retry_after_s or 0.0)
-            if time.monotonic() - self._alone_since >= error.replaced_within_s:
-                raise error
+        if isinstance(error, NoReplicaError):
+            self._check_alone(error)
             return None
         self._alone_since = None
+        if isinstance(error, CallMovedError):
+            self._num_moves += 1
+            if self._num_moves > _MOST_MOVES:
+                raise error
+            return "moved"
         if self._num_retries >= _MOST_RETRIES:
             raise UnavailableError(error.message, error.retry_after_s or _REPLACED_AFTER_S) from error
         if isinstance(error, ModelUnavailableError):  # perhaps no other replica has the model either: no pause
@@ -179,6 +187,13 @@ class CallRetries:
             self._stopped = (*self._stopped, error.replica)
         logger.warning("retrying %s (retry %d): %s", self._call.request_id, self._num_retries, error)
         return self._reason
+
+    def _check_alone(self, error: NoReplicaError) -> None:
+        """Raise the error, unless a replica is being started; the router has waited for a while."""
+        if self._alone_since is None:
+            self._alone_since = time.monotonic() - (error.retry_after_s or 0.0)
+        if time.monotonic() - self._alone_since >= error.replaced_within_s:
+            raise error
 
     @property
     def _reason(self) -> Reason:

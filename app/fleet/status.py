@@ -26,11 +26,13 @@ _OF_ONE = frozenset({"made_at", "unit_tokens", "keys", "changes", "stride", "key
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """One model of a replica. `memory`: `None` without an engine."""
+    """One model of a replica. `memory`: `None` without an engine; `outputs`: its fingerprint
+    (`folio.app.engine.startup.Fingerprints`), empty without an engine."""
 
     status: ModelStatus
     load: ReplicaReport
     memory: MemoryReport | None = None
+    outputs: str = ""
 
     @property
     def name(self) -> str:

@@ -13,15 +13,11 @@ from typing import Any, cast
 from ray.serve import metrics
 from ray.serve.handle import DeploymentHandle
 
-from folio.app.compat.ray import (
-    by_value,
-    call_broken_error,
-    streaming_handle,
-    translate_failures,
-)
+from folio.app.compat.ray import by_value, call_broken_error, streaming_handle, translate_failures
 from folio.app.engine.report import Progress
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import OverloadedError, UnavailableError, UnknownRequestError
+from folio.app.fleet.departures import DEPARTURES, CallMovedError, PlacedCall
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPooling, grouped_to_pool, whole_outputs
 from folio.app.fleet.overload import LoadShedder
 from folio.app.fleet.retry import CallRetries, CallWindow, Reason
@@ -69,7 +65,9 @@ class ReplicaClient:
             tag_keys=("reason",),
         )
         self._num_continued = metrics.Counter(
-            "folio_continued_calls", "Calls with output that continued at another replica, because the first was gone."
+            "folio_continued_calls",
+            "Calls with output that continued at another replica, because the first was gone, or is to go.",
+            tag_keys=("reason",),
         )
 
     async def complete_calls(self, calls: Sequence[GenerateRequest], arrived: float | None = None) -> list[list[Piece]]:
@@ -103,8 +101,7 @@ class ReplicaClient:
         self, calls: Sequence[GenerateRequest], arrived: float | None = None
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of all calls in order of arrival, each with the number of its call. Closing cancels the calls."""
-        window = CallWindow(self._batch_window) if len(calls) > 1 else None
-        return self._interleaved(calls, arrived, window)
+        return self._interleaved(calls, arrived, CallWindow(self._batch_window) if len(calls) > 1 else None)
 
     async def complete_fork(self, call: ForkCall) -> list[Piece]:
         """The forks, each in one piece."""
@@ -174,8 +171,8 @@ class ReplicaClient:
                 await retries.pause()
 
     def _count(self, reason: Reason | None) -> None:
-        if reason == "continued":
-            self._num_continued.inc()
+        if reason in ("continued", "moved"):
+            self._num_continued.inc(tags={"reason": reason})
             if (context := current_context()) is not None:
                 context.num_continued += 1
         elif reason is not None:
@@ -187,7 +184,7 @@ class ReplicaClient:
         call, shared = self._expect(retries.next_call())
         handle = streaming_handle(self._handle, by_value=fits_by_value(call.params))
         response: Any = None
-        finished = False
+        finished, place = False, None
         try:
             response = handle.generate_stream.remote(call)
             with translate_failures():
@@ -206,19 +203,25 @@ class ReplicaClient:
                                 finished = piece.ends_request
                                 yield piece
                         continue
-                    if shared is not None and shared[1].replica is None:
-                        shared[0].begun(shared[1], item[0].replica)
+                    if place is None:
+                        place = DEPARTURES.place(PlacedCall(item[0].replica, call.model, response.cancel))
+                        if shared is not None:
+                            shared[0].begun(shared[1], place.replica)
                     for piece in item:
                         finished |= piece.ends_request
                         yield piece
                 if not finished:
                     raise call_broken_error()
         except UnavailableError:
+            if place is not None and place.is_leaving and not finished:
+                raise CallMovedError(f"{place.replica} stops; send the request again") from None
             if not finished:  # else nothing is missing but the end of the stream
                 raise
         finally:
             if response is not None and not finished:  # dropping the generator would not stop the replica
                 response.cancel()
+            if place is not None:
+                DEPARTURES.remove(place)
             if shared is not None:
                 shared[0].forget(shared[1])
 

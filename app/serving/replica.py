@@ -313,7 +313,7 @@ class EngineReplica:
         """The prefixes that warm the cache of a new replica (`folio.app.engine.startup.hot_prefixes`), of the
         model with this fingerprint; `None` if there is none."""
         for engine in self._shelf.engines().values():
-            if await asyncio.to_thread(getattr, engine, "prefix_fingerprint") == fingerprint:
+            if (await asyncio.to_thread(getattr, engine, "fingerprints")).prefixes == fingerprint:
                 return HotPrefixes(fingerprint, await _run_in_thread(engine.hot_prefixes))
         return None
 
@@ -325,7 +325,8 @@ class EngineReplica:
         most_keys = self._most_keys // max(len(engines), 1)
         status = await _run_in_thread(partial(self._status, most_keys=most_keys))
         self._meter.note(status, engines)
-        return reports_as_stats(reports_for_routers(status.models, status.device), self._ready_at - self._begun_at)
+        outputs, start_s = {model.name: model.outputs for model in status.models}, self._ready_at - self._begun_at
+        return reports_as_stats(reports_for_routers(status.models, status.device), outputs, start_s)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `KVAwareScaling`. Called by Serve if the deployment has an `autoscaling_config`."""

@@ -28,6 +28,7 @@ from folio.app.compat.ray import BoundedWaitRouter, back_off
 from folio.app.engine.request.prefix_keys import compiled_hashing, prompt_keys
 from folio.app.errors import DeadlineError, NoReplicaError, OverloadedError
 from folio.app.fleet.decisions import DECISIONS, RoutingDecision, scores_of
+from folio.app.fleet.departures import DEPARTURES
 from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, reports_from_stats
 from folio.app.fleet.policies import Policy, make_policy
@@ -230,7 +231,8 @@ class FolioRouter(BoundedWaitRouter):
             raise error from None
 
     def _set_replicas(self, replicas: Sequence[RunningReplica]) -> None:
-        self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        before, self._by_name = self._by_name, {replica.replica_id.unique_id: replica for replica in replicas}
+        DEPARTURES.update(before, self._by_name)
         for route in self._routes.values():
             route.fleet.update(self._by_name)
         self._models_at = {name: models for name, models in self._models_at.items() if name in self._by_name}
@@ -246,6 +248,7 @@ class FolioRouter(BoundedWaitRouter):
         reports = reports_from_stats(stats) if stats else None
         if reports is not None:
             self._reported_at[name] = stats["made_at"]
+            DEPARTURES.note_outputs(name, stats["outputs"])
             self._longest_start_s = max(self._longest_start_s or 0.0, stats["start_s"])
             self._models_at[name] = frozenset(reports)
             for model, report in reports.items():
@@ -275,7 +278,7 @@ class FolioRouter(BoundedWaitRouter):
         waiting = self._waiting_of(pending, call, now)
         request, fleet = waiting.request, waiting.route.fleet
         if generates:
-            names = [name for name in names if name not in call.stopped and name not in call.refused_by]
+            names = [name for name in names if _may_get(call, name)]
         if isinstance(call, ForkCall | SharedStreamCall) and call.replica in names:
             ranked = [call.replica]  # the only one that can; without it any replica answers with the error
         else:
@@ -357,6 +360,13 @@ class FolioRouter(BoundedWaitRouter):
 
 def _call_of(pending: PendingRequest) -> Any:
     return pending.args[0] if pending.args else None
+
+
+def _may_get(call: GenerateRequest, replica: str) -> bool:
+    """Whether a replica may get a call: one that has begun not, for example, the new version of an update."""
+    if replica in call.stopped or replica in call.refused_by:
+        return False
+    return not call.begun_by or DEPARTURES.may_continue(call.begun_by, call.model, replica)
 
 
 def _model_of(call: Any) -> str:

@@ -28,9 +28,11 @@ class Response:
     def __init__(self, items: list[Any]) -> None:
         self.items = items
         self.cancelled = self.ended = False
+        self._cancelling = asyncio.Event()
 
     def cancel(self) -> None:
         self.cancelled = True
+        self._cancelling.set()
 
     async def __aiter__(self) -> AsyncIterator[list[Piece] | GenerateRequest | Progress]:
         try:
@@ -45,11 +47,11 @@ class Response:
         finally:
             self.ended = True
 
-    @staticmethod
-    async def _real(item: Any) -> Piece:
+    async def _real(self, item: Any) -> Piece:
         await asyncio.sleep(0)
         if item is None:
-            await asyncio.Event().wait()
+            await self._cancelling.wait()
+            raise asyncio.CancelledError
         if isinstance(item, BaseException):
             raise item
         assert isinstance(item, Piece)

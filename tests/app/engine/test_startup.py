@@ -25,9 +25,9 @@ from folio.app.engine.sampling.params import ReasoningBudget, Structure
 from folio.app.engine.startup import (
     SAMPLED,
     STRUCTURED,
+    fingerprints,
     hot_prefixes,
     merge_hot_prefixes,
-    prefix_fingerprint,
     warm_prefixes,
     warm_up,
     warm_up_rounds,
@@ -38,7 +38,7 @@ from folio.vmem import CachedPrefix, IntegrityError
 from tests.app.engine.engines import MakeEngine, answers, broken_layer, greedy, run, tokens_of
 from tests.app.engine.lora.adapters import make_adapter
 from tests.app.small_tokenizers import word_level, wordpiece
-from tests.conftest import tokens
+from tests.conftest import MakeCheckpoint, tokens
 
 GREEDY = greedy(4)
 SETTINGS: dict[str, Any] = {"block_tokens": 16, "max_num_batched_tokens": 96}
@@ -351,7 +351,7 @@ def test_engines_whose_token_ids_mean_the_same() -> None:
             tokenizer.chat_template = template
         if vocabulary is not None:
             tokenizer.get_vocab = lambda: vocabulary  # type: ignore[method-assign]
-        return prefix_fingerprint(replace(engine_config, **settings), replace(model, tokenizer=tokenizer))
+        return fingerprints(replace(engine_config, **settings), replace(model, tokenizer=tokenizer)).prefixes
 
     engine_config = EngineConfig(model="builtin", kv_memory_bytes=16 << 20)
     model = load_model(engine_config.on_device("cpu"))
@@ -364,6 +364,24 @@ def test_engines_whose_token_ids_mean_the_same() -> None:
         fingerprint(model="another"),
     ]
     assert len({own, *others}) == 5
+
+
+def test_outputs_continue_at_engines_with_the_same_weights(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Whatever their path, and the other settings; but in the same precision."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), folder)
+    config = EngineConfig(model=str(folder), skip_tokenizer_init=True)
+    model = load_model(config.on_device("cpu"))
+    own = fingerprints(config, model)
+    assert own == fingerprints(replace(config, max_num_seqs=3), model)
+    assert own.outputs != fingerprints(replace(config, kv_dtype="int8"), model).outputs
+    assert own.outputs != fingerprints(replace(config, quantization="int8"), model).outputs
+    [weights] = folder.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    other = fingerprints(config, model)
+    assert (other.prefixes == own.prefixes, other.outputs == own.outputs) == (True, False)
 
 
 def test_what_the_settings_pin_is_not_told(make_engine: MakeEngine) -> None:

@@ -30,6 +30,7 @@ from folio.app.errors import (
     UnavailableError,
     UnknownRequestError,
 )
+from folio.app.fleet.departures import DEPARTURES
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
 from folio.app.fleet.overload import LoadShedder
 from folio.app.serving import peers
@@ -120,6 +121,42 @@ async def test_a_stream_continues_at_another_replica() -> None:
     [seed] = {call.params.seed for call in handle.calls}
     assert seed is not None
     assert handle.responses[0].cancelled
+
+
+async def test_a_stream_leaves_a_replica_that_stops_again_and_again() -> None:
+    """Moves are no failures of the call; but there is a bound, since one that hangs leaves like one that stops."""
+    begun = [replace(BEGUN, replica=f"replica {number}") for number in range(10)]
+    replicas, handle = replicas_with(*([piece, None] for piece in begun))
+    pieces = replicas.stream_calls([CALL])
+    for number in range(9):
+        assert (await anext(pieces))[1].text == "a"
+        DEPARTURES.update([f"replica {number}"], ["stays"])
+    with pytest.raises(UnavailableError):
+        await anext(pieces)
+    assert [len(call.begun) and len(call.begun[0].token_ids) for call in handle.calls] == [*range(9)]
+    assert not DEPARTURES._calls
+
+
+@pytest.mark.parametrize("replaced_within_s", [60.0, 0.0])
+async def test_calls_wait_for_the_replica_that_is_started_instead(replaced_within_s: float) -> None:
+    error = NoReplicaError("none", 10.0)
+    error.replaced_within_s = replaced_within_s
+    replicas, handle = replicas_with([BEGUN, GONE], [error], [error], [END])
+    if replaced_within_s:
+        assert await ask(replicas, True) == ["a", "b"]
+        assert [len(call.begun) for call in handle.calls] == [0, 1, 1, 1]
+    else:
+        with pytest.raises(NoReplicaError):
+            await ask(replicas, True)
+
+
+async def test_no_call_waits_longer_than_replicas_take_to_start() -> None:
+    error = NoReplicaError("none", 10.0)
+    error.replaced_within_s = 10.01
+    replicas, handle = replicas_with(script=lambda call: [error])
+    with pytest.raises(NoReplicaError):
+        await ask(replicas, True)
+    assert len(handle.calls) > 1
 
 
 async def test_only_the_outputs_that_have_not_ended_continue() -> None:

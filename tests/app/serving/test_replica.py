@@ -14,6 +14,7 @@ import pytest
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import AsyncEngine
 from folio.app.engine.report import StartTimes
+from folio.app.engine.startup import Fingerprints
 from folio.app.errors import UnavailableError, UnknownRequestError
 from folio.app.fleet.messages import HotPrefixes, SharedStreamCall, SharedStreamKey
 from folio.app.serving import replica as replica_module
@@ -25,7 +26,7 @@ from tests.local_server import replica_of
 async def test_the_hot_prefixes() -> None:
     replica = replica_of(engine := Engine(DELTAS))
     engine.hot_prefixes = lambda: [CachedPrefix((1,), (), 2)]  # type: ignore[attr-defined]
-    engine.prefix_fingerprint = "f"  # type: ignore[attr-defined]
+    engine.fingerprints = Fingerprints("f", "o")  # type: ignore[attr-defined]
     assert await replica.hot_prefixes("f") == HotPrefixes("f", [CachedPrefix((1,), (), 2)])
     assert await replica.hot_prefixes("g") is None
 

@@ -16,6 +16,7 @@ from ray.serve.request_router import PendingRequest
 
 from folio.app.engine import SamplingParams
 from folio.app.engine.report import ReplicaReport
+from folio.app.engine.request.engine_request import BegunOutput
 from folio.app.engine.request.prefix_keys import prompt_keys
 from folio.app.errors import DeadlineError, NoReplicaError, OverloadedError
 from folio.app.fleet.decisions import DECISIONS
@@ -90,7 +91,7 @@ async def choose(router: FolioRouter, request: PendingRequest, **retry: bool) ->
 
 
 def now_with(keys: list[bytes], **changes: Any) -> dict[str, Any]:
-    return reports_as_stats({"": report(time.time(), keys, **changes)}, start_s=1.0)
+    return reports_as_stats({"": report(time.time(), keys, **changes)}, {"": "fingerprint"}, 1.0)
 
 
 def all_report(replicas: list[Replica], keys: Sequence[bytes] = ()) -> None:
@@ -235,7 +236,9 @@ async def test_the_clocks_of_replicas_do_not_matter(replicas: list[Replica], ahe
     made_at = time.monotonic() + ahead_s
     keys = prompt_keys(PROMPT, UNIT, None)
     for replica in replicas:
-        replica.routing_stats = reports_as_stats({"": report(made_at, keys if replica is replicas[1] else [])}, 1.0)
+        replica.routing_stats = reports_as_stats(
+            {"": report(made_at, keys if replica is replicas[1] else [])}, {"": "fingerprint"}, 1.0
+        )
     router = router_for(replicas, stale_after_s=100.0)
     assert await choose(router, pending()) == "b"
     assert len(router.route().fleet.fresh("abc", time.monotonic() + 99.0)) == 3
@@ -244,7 +247,9 @@ async def test_the_clocks_of_replicas_do_not_matter(replicas: list[Replica], ahe
 
 def shelf_report(replica: Replica, **of_models: ReplicaReport) -> None:
     made_at = time.time()
-    replica.routing_stats = reports_as_stats({m: replace(load, made_at=made_at) for m, load in of_models.items()}, 1.0)
+    replica.routing_stats = reports_as_stats(
+        {m: replace(load, made_at=made_at) for m, load in of_models.items()}, {}, 1.0
+    )
 
 
 def of_model(model: str, number: int = 0) -> PendingRequest:
@@ -493,6 +498,24 @@ async def test_a_request_waits_for_the_first_replica_and_has_the_time_left(repli
     request.created_at -= 10.0  # it has waited
     await choose(router, request)
     assert 40.0 < request.args[0].timeout_s <= 50.0
+
+
+async def test_an_output_continues_where_the_same_model_is(replicas: list[Replica]) -> None:
+    """At no new version, and at no replica that has not told its version yet."""
+    silent = replicas.pop()
+    for replica, fingerprint in zip(replicas, ("old", "new"), strict=True):
+        replica.routing_stats = reports_as_stats({"": report(time.time(), [])}, {"": fingerprint}, 2.0)
+    router = router_for([*replicas, silent], wait_for_replica_s=0.05)
+    begun = {"begun": (BegunOutput(0, [1]),), "begun_by": "a"}
+    for number in range(5):
+        assert await choose(router, pending(number, **begun)) == "a"
+    router.update_replicas([replicas[1], silent])
+    with pytest.raises(NoReplicaError) as error:
+        await choose(router, pending(6, **begun))
+    assert error.value.replaced_within_s > 2.0
+    silent.routing_stats = reports_as_stats({"": report(time.time(), [])}, {"": "old"}, 2.0)
+    router.update_replicas([replicas[1], silent])
+    assert await choose(router, pending(7, **begun)) == "c"
 
 
 async def test_the_number_of_waiting_requests_is_bounded() -> None:

@@ -1,0 +1,108 @@
+"""Departures: replicas that leave, whose calls in this process move to others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+
+from folio.app.errors import UnavailableError
+
+# Replicas that have left and are remembered, for calls whose first output comes later.
+_MOST_LEFT = 1000
+
+
+class CallMovedError(UnavailableError):
+    """The call has been ended at a replica that leaves, to continue at another one."""
+
+
+@dataclass(eq=False)
+class PlacedCall:
+    """A call with output of a model at a replica. `leave` ends it there; called in `loop`, once."""
+
+    replica: str
+    model: str
+    leave: Callable[[], None]
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    is_leaving: bool = False
+
+
+class Departures:
+    """The calls of this process, and the replicas as its routers see them. From any thread.
+
+    A replica that stops gets no requests any more, and ends when its last one has ended; with a long stream, after
+    minutes. Its calls leave it as soon as another replica with the same model is there. One that has died breaks its
+    calls off itself.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._calls: dict[str, set[PlacedCall]] = {}  # by replica
+        self._present: set[str] = set()
+        self._left: dict[str, None] = {}  # the latest is the last
+        self._outputs: dict[str, Mapping[str, str]] = {}  # by replica: each model's fingerprint
+
+    def update(self, before: Collection[str], now: Collection[str]) -> None:
+        """Take a router's replicas, before a change and after it."""
+        with self._lock:
+            gone = [name for name in before if name not in now]
+            self._present = (self._present | {*now}) - {*gone}
+            for name in self._present:
+                self._left.pop(name, None)
+            self._left |= dict.fromkeys(gone)
+            while len(self._left) > _MOST_LEFT:
+                oldest = next(iter(self._left))
+                del self._left[oldest]
+                self._outputs.pop(oldest, None)
+            self._end_calls()
+
+    def note_outputs(self, replica: str, outputs: Mapping[str, str]) -> None:
+        """Take the fingerprints of a replica's models, the first model's first; empty while one is not loaded."""
+        with self._lock:
+            if self._outputs.get(replica) != outputs:
+                self._outputs[replica] = outputs
+                self._end_calls()
+
+    def may_continue(self, begun_by: str, model: str, replica: str) -> bool:
+        """Whether a replica has the same model as another one, as far as is known. A replica that has not reported yet
+        may be of another version."""
+        first, second = (self._outputs.get(name) for name in (begun_by, replica))
+        if first is None or second is None:
+            return first is None
+        one, other = (outputs.get(model or next(iter(outputs), "")) for outputs in (first, second))
+        return not (one and other) or one == other
+
+    def place(self, call: PlacedCall) -> PlacedCall:
+        """Note a call at the replica that has begun it, until `remove`."""
+        with self._lock:
+            self._calls.setdefault(call.replica, set()).add(call)
+            self._end_calls()
+            return call
+
+    def remove(self, call: PlacedCall) -> None:
+        """Forget a call that has ended."""
+        with self._lock:
+            of_replica = self._calls[call.replica]
+            of_replica.discard(call)
+            if not of_replica:
+                del self._calls[call.replica]
+
+    def __reduce__(self) -> tuple[Callable[[], Departures], tuple[()]]:
+        return _of_this_process, ()  # Serve pickles the router's module by value, and the router needs no copy
+
+    def _end_calls(self) -> None:
+        for name in self._left.keys() & self._calls.keys():
+            for call in self._calls[name]:
+                others = (self.may_continue(name, call.model, other) for other in self._present)
+                if not call.is_leaving and any(others):
+                    call.is_leaving = True
+                    call.loop.call_soon_threadsafe(call.leave)
+
+
+def _of_this_process() -> Departures:
+    return DEPARTURES
+
+
+# Serve makes a process's routers. What they see reaches the process's calls through this.
+DEPARTURES = Departures()

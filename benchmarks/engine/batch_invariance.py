@@ -8,7 +8,7 @@ replica that takes it over: its prompt and the tokens so far are computed as one
 figures are shares of texts that equal the one of the request alone.
 
 Price: tokens per second with the mode over those without, both engines in one process, in turn. Decode: steps of 1 and
-16 sequences after prompts of 128 tokens, and of 16 after 1,024. Prefill: a prompt of 1,024 tokens.
+16 sequences after prompts of 128 tokens, and of 4 after 1,024. Prefill: a prompt of 1,024 tokens.
 
 --quick: few requests, one repeat.
 """
@@ -35,7 +35,7 @@ PROMPT_WORDS = (8, 160)
 TEMPERATURES = {"greedy": 0.0, "seeded": 0.8}
 MODES = ("default", "invariant")
 # Scenario → sequences, tokens of a prompt.
-DECODES = {"decode1": (1, 128), "decode16": (16, 128), "decode16_long": (16, 1024)}
+DECODES = {"decode1": (1, 128), "decode16": (16, 128), "decode4_long": (4, 1024)}
 PREFILL = 1024
 
 Rates = dict[str, dict[str, list[float]]]  # scenario → mode → of each repeat
@@ -45,7 +45,7 @@ Rates = dict[str, dict[str, list[float]]]  # scenario → mode → of each repea
 class Sizes:
     """Size of the measurements. `requests`: of each kind; `decoded`: tokens of a sequence whose time is measured."""
 
-    requests: int = 32
+    requests: int = 24
     new_tokens: int = 64
     repeats: int = 5
     decoded: int = 32

@@ -105,7 +105,7 @@ def _product_kernel(
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     depths = tl.arange(0, BLOCK_INPUTS)
     weights = weight_ptr + weight_rows[:, None] * num_inputs + depths[None, :]
-    xs = x_ptr + rows[None, :] * num_inputs + depths[:, None]
+    xs = x_ptr + rows.to(tl.int64)[None, :] * num_inputs + depths[:, None]
     there = (rows < num_rows)[None, :]
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
     for start in tl.range(0, num_inputs, BLOCK_INPUTS, num_stages=NUM_STAGES):

@@ -9,6 +9,7 @@ FolioError
 │   ├── UnknownModelError    no such model is served (HTTP 404)
 │   ├── UnknownRequestError  no replica has the request to fork (HTTP 404)
 │   ├── UnknownPinError      no prefix is pinned under that name (HTTP 404)
+│   ├── UnknownReplicaError  there is no such engine replica (HTTP 404)
 │   ├── UnknownFileError     the caller has no such file (HTTP 404)
 │   ├── UnknownBatchError    the caller has no such batch (HTTP 404)
 │   ├── UnknownResponseError the caller has no such stored response (HTTP 404)
@@ -107,6 +108,12 @@ class UnknownPinError(RequestError):
     """No prefix is pinned under the name."""
 
     code = "pin_not_found"
+
+
+class UnknownReplicaError(RequestError):
+    """There is no such engine replica."""
+
+    code = "replica_not_found"
 
 
 class UnknownFileError(RequestError):

@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from folio.app import main
 from folio.app.config.args import AppArgs, RoutingArgs, StreamingArgs
-from folio.app.config.engine import _BOUNDS, _CHOICES, EngineConfig
+from folio.app.config.engine import _BOUNDS, _CHOICES, EngineConfig, KVStore
 from folio.app.config.http import BatchSettings, HttpSettings, KeyEntry, KeySource, RateLimits, ResponseSettings
 from folio.app.config.machine import MOST_SEQS, MOST_STEP_TOKENS
 from folio.app.config.shelf import SLO, ModelConfig
@@ -47,6 +47,7 @@ class Group:
 
 GROUPS = (
     Group("engine", "args.engine", EngineConfig, "The engine of each replica: model, memory, scheduling, decoding."),
+    Group("kv_store", "args.engine.kv_store", KVStore, "[Cached prefixes on disk](../operate/kv-store.md)."),
     Group("args", "args", AppArgs, "The application."),
     Group(
         "models",
@@ -80,7 +81,13 @@ GROUPS = (
         f"The [autoscaling policy](../guides/replicas.md#autoscaling), with `policy_function: {_POLICY}`.",
     ),
 )
-_PARTS = {EngineConfig: "engine", RoutingArgs: "routing", StreamingArgs: "streaming", HttpSettings: "http"} | {
+_PARTS = {
+    EngineConfig: "engine",
+    KVStore: "kv_store",
+    RoutingArgs: "routing",
+    StreamingArgs: "streaming",
+    HttpSettings: "http",
+} | {
     BatchSettings: "batches",
     ResponseSettings: "responses",
     RateLimits: "limits",

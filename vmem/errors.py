@@ -7,6 +7,7 @@ VmemError
 ├── MapError         the operating system or the driver refused a call
 ├── LayoutError      the given numbers make no layout
 ├── BudgetError      a budget out of bounds
+├── SegmentError     a file of the prefix store is not used
 └── IntegrityError   the accounting is broken: a bug in Folio, never a user's mistake
 """
 
@@ -44,6 +45,10 @@ class LayoutError(VmemError):
 
 class BudgetError(VmemError):
     """The budget is out of bounds; names value and bounds."""
+
+
+class SegmentError(VmemError):
+    """A segment file is foreign or damaged; says why."""
 
 
 class IntegrityError(VmemError):

@@ -11,7 +11,7 @@ import typer
 
 from folio.app.cli import chat, check, models, pins, plan, pull, serve
 from folio.app.cli.bench import command as bench
-from folio.app.cli.start import budget, env
+from folio.app.cli.start import budget, drain, env
 from folio.app.cli.text import printable
 from folio.app.cli.top import command as top
 from folio.app.errors import ConfigError, FolioError
@@ -54,6 +54,7 @@ add(top.top, top.EXAMPLES)
 add(plan.plan, plan.EXAMPLES)
 add(bench.bench, bench.EXAMPLES)
 add(budget.budget, budget.EXAMPLES)
+add(drain.drain, drain.EXAMPLES)
 folio.add_typer(models.models)
 folio.add_typer(pins.pins)
 add(check.check, check.EXAMPLES)

@@ -23,8 +23,8 @@ class RoutingArgs(Settings):
             the fewest requests; "round_robin"; "consistent_hash": one replica for each session or beginning.
         report_period_s: period of the replicas' load reports.
         stale_after_s: age from which routers ignore a load report; at least three times `report_period_s`.
-        wait_for_replica_s: a request waits this long for a replica when there is none, and is then refused. It must
-            be longer than a replica takes to start if autoscaling goes to zero replicas.
+        wait_for_replica_s: a request waits this long for a replica when there is none, and is then refused. Once
+            replicas have started, it waits for the next one as long as starts take.
     """
 
     policy: PolicyName = "prefix_aware"

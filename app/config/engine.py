@@ -71,6 +71,21 @@ _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVStore:
+    """Where cached prefixes are kept on disk.
+
+    Attributes:
+        dir: the folder, on a local disk; made if it is missing. Replicas and models of a machine may share it.
+        bytes: of all files there. Those unused for longest are deleted for new ones, also those of other models.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # for the YAML
+
+    dir: str
+    bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine.
 
@@ -101,6 +116,8 @@ class EngineConfig:
         expected_tokens: length of a typical request, prompt and output; decides the size of blocks.
         prefix_cache: share cached prefixes between requests.
         prefix_cache_release_s: cached prefixes without a hit for this long go back to the machine.
+        kv_store: keep cached prefixes on disk, too, so that they outlive the process. Read where that takes less time
+            than computing. Their tokens can be read there by this user.
         pinned_prompts: name → text; computed at the start and pinned in the prefix cache.
         pinned_system_prompts: name → system message, pinned as the chat template writes it.
         pin_quota: share of the cache that pinned prefixes may take.
@@ -190,6 +207,7 @@ class EngineConfig:
     expected_tokens: int = 1024
     prefix_cache: bool = True
     prefix_cache_release_s: float = 60.0
+    kv_store: KVStore | None = None
     pinned_prompts: Mapping[str, str] = field(default_factory=dict)
     pinned_system_prompts: Mapping[str, str] = field(default_factory=dict)
     pin_quota: float = 0.25
@@ -233,6 +251,8 @@ class EngineConfig:
         """Raise `ConfigError` with a line for each setting that cannot work."""
         if self.model == DEFAULT_MODEL:  # here: all replicas of a server have the same model, whatever is pulled later
             object.__setattr__(self, "model", default_model())
+        if isinstance(self.kv_store, Mapping):  # a script's
+            object.__setattr__(self, "kv_store", KVStore(**self.kv_store))
         if problems := list(self._problems()):
             raise ConfigError("\n".join(problems))
 
@@ -305,6 +325,7 @@ class EngineConfig:
             f"mixed_graphs is 'on' and tensor_parallel_size {self.tensor_parallel_size}; steps of several ranks are "
             "not captured: use mixed_graphs 'off'",
         )
+        yield from self._store_contradictions()
         yield (
             self.batch_invariant and self.attention in _VARIANT,
             f"batch_invariant is true and attention {self.attention!r}, whose results depend on the batch; use "
@@ -315,6 +336,21 @@ class EngineConfig:
             "batch_invariant is true and there are adapters, whose products depend on the batch; leave one of them out",
         )
         yield from self._score_contradictions()
+
+    def _store_contradictions(self) -> Iterator[tuple[bool, str]]:
+        if (store := self.kv_store) is None:
+            return
+        yield not store.dir, "kv_store.dir is empty; name a folder on a local disk"
+        yield store.bytes < 1, f"kv_store.bytes is {store.bytes}; it must be at least 1"
+        yield (
+            not self.prefix_cache,
+            "kv_store is set and prefix_cache false, without which no prefix is kept: leave kv_store out",
+        )
+        yield (
+            self.tensor_parallel_size > 1,
+            f"kv_store is set and tensor_parallel_size {self.tensor_parallel_size}; prefixes of one rank only are kept "
+            "on disk: leave kv_store out",
+        )
 
     def _score_contradictions(self) -> Iterator[tuple[bool, str]]:
         template = self.score_template

@@ -153,6 +153,7 @@ class StartTimes:
         memory_s: reserving the addresses of the KV cache.
         budget_s: waiting for memory beside other replicas on the device.
         self_test_s: compiling kernels, and the self-test of the model.
+        store_s: the digest of the weights, and opening the prefixes on disk.
         pins_s: measuring swaps, and computing the configured pins.
         warm_up_s: the warm-up requests.
         prefixes_s: asking peer replicas for their prefixes, and computing these.
@@ -163,6 +164,7 @@ class StartTimes:
     memory_s: float = 0.0
     budget_s: float = 0.0
     self_test_s: float = 0.0
+    store_s: float = 0.0
     pins_s: float = 0.0
     warm_up_s: float = 0.0
     prefixes_s: float = 0.0

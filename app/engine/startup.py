@@ -22,6 +22,7 @@ import torch
 from folio.app.config.added_model import files_sample
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.engine import Engine
+from folio.app.engine.memory.kv_store import WARM_UP_KEYS
 from folio.app.engine.model.loader import LoadedModel
 from folio.app.engine.ranks.variants import run_variants
 from folio.app.engine.request.engine_request import EngineRequest
@@ -36,8 +37,6 @@ from folio.vmem import CachedPrefix, IntegrityError
 
 logger = logging.getLogger(__name__)
 
-# Keys of the warm-up's prefixes. No request has them, so that no request finds these prefixes in the cache.
-_WARM_UP_KEYS = ("warm-up",)
 # Rounds run a second time, for at most about this long, to measure steps without first-use costs.
 _MEASURING_S = 1.0
 # On a CPU, whose kernels have no first-use costs that depend on a step's size, no round takes much longer.
@@ -175,7 +174,7 @@ def _run_rounds(engine: Engine, rounds: Sequence[list[Prompt]]) -> list[list[Pro
 
 def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:
     for i, (token_ids, params) in enumerate(prompts):
-        _add(engine, f"warm-up {i}", token_ids, params, _WARM_UP_KEYS)
+        _add(engine, f"warm-up {i}", token_ids, params, WARM_UP_KEYS)
     while engine.has_work:
         for delta in engine.step():
             if delta.error is not None:  # a model may fail on random tokens and serve requests well
@@ -183,7 +182,7 @@ def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:
         if engine.starved:  # on a shared device, without the memory that it may have later
             logger.info("%d warm-up requests are skipped: too little memory now", len(engine.requests))
             engine.cancel_all()
-    engine.memory.prefixes.evict_prefixes(_WARM_UP_KEYS)  # the second time is no shorter than the first
+    engine.memory.prefixes.evict_prefixes(WARM_UP_KEYS)  # the second time is no shorter than the first
 
 
 def warm_up_rounds(
@@ -254,7 +253,8 @@ def fingerprints(config: EngineConfig, model: LoadedModel) -> Fingerprints:
         weights = files_sample(weight_files(resolve_model(config.model))) if config.load_format == "auto" else ""
     except OSError:  # they have been removed since
         weights = ""
-    more = [*common, str(model.dtype), config.quantization, config.kv_dtype, config.load_format, weights]
+    precision = [str(model.dtype), config.quantization, config.kv_dtype, config.batch_invariant]
+    more = [*common, *precision, config.load_format, weights]
     return Fingerprints(
         *(hashlib.blake2b(json.dumps(of).encode(), digest_size=16).hexdigest() for of in (common, more))
     )

@@ -150,7 +150,7 @@ class HostedModel:
 
 
 def reports_as_stats(
-    reports: Mapping[str, ReplicaReport], outputs: Mapping[str, str], start_s: float
+    reports: Mapping[str, ReplicaReport], outputs: Mapping[str, str], start_s: float, is_draining: bool = False
 ) -> dict[str, Any]:
     """A replica's report of each model, at least one, in plain types: Serve's controller, on the way, does not import
     Folio.
@@ -158,10 +158,12 @@ def reports_as_stats(
     Args:
         outputs: fingerprint of each model's outputs; empty while it is unknown.
         start_s: seconds that the replica's start took.
+        is_draining: its calls are to move to others.
     """
     return {
         "start_s": start_s,
         "outputs": dict(outputs),
+        "is_draining": is_draining,
         "made_at": max(report.made_at for report in reports.values()),
         "models": {name: asdict(report) for name, report in reports.items()},
     }
@@ -169,7 +171,7 @@ def reports_as_stats(
 
 def reports_from_stats(stats: Mapping[str, Any]) -> dict[str, ReplicaReport] | None:
     """The inverse of `reports_as_stats`; `None` for another version's reports, as during an update."""
-    if stats.keys() != {"start_s", "outputs", "made_at", "models"}:
+    if stats.keys() != {"start_s", "outputs", "is_draining", "made_at", "models"}:
         return None
     reports: dict[str, ReplicaReport] = {}
     for name, of_model in stats["models"].items():
@@ -262,15 +264,14 @@ class PieceCollector:
 
 
 def whole_outputs(pieces: Sequence[Piece]) -> list[Piece]:
-    """A whole answer: each output in one piece, in order."""
+    """A whole answer: each output in one piece, in order; the first one has the prompt's log probabilities."""
     outputs: dict[int, list[Piece]] = {}
     for piece in pieces:
         outputs.setdefault(piece.index, []).append(piece)
+    entries = next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs), ())
     return [
-        of_output[0]
-        if len(of_output) == 1
-        else Piece.joined(of_output, of_output[0].prompt_logprobs, of_output[0].replica)
-        for _, of_output in sorted(outputs.items())
+        Piece.joined(of_output, () if number else entries, of_output[0].replica)
+        for number, (_, of_output) in enumerate(sorted(outputs.items()))
     ]
 
 

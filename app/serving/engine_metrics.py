@@ -39,6 +39,11 @@ class EngineFigures(NamedTuple):
         """A count of draft tokens by proposer."""
         return {} if self.speculation is None else {self.speculation.proposer: getattr(self.speculation, count)}
 
+    def stored(self, *counts: str) -> dict[str, float]:
+        """Counts of prefixes on disk, by their names."""
+        store = self.activity.store
+        return {} if store is None else {name.removesuffix("_bytes"): getattr(store, name) for name in counts}
+
 
 def _bytes(report: object, *kinds: str) -> dict[str, float]:
     return {kind: getattr(report, f"{kind}_bytes") for kind in kinds}
@@ -67,6 +72,18 @@ ENGINE: Rows[EngineFigures] = (
     ),
     Total("folio_prefix_hit_tokens", "Tokens of sequences found in the prefix cache.", lambda e: e.memory.hit_tokens),
     Total("folio_evicted_blocks", "Evicted cached blocks.", lambda e: e.memory.evicted_blocks),
+    Total(
+        "folio_store_records",
+        "Records of prefixes on disk: written, read, dropped before their turn, or refused because they were damaged.",
+        lambda e: e.stored("written", "read", "dropped", "refused"),
+        ("model", "outcome"),
+    ),
+    Gauge(
+        "folio_store_bytes",
+        "Files of prefixes on disk, of all models and replicas that share the folder.",
+        lambda e: e.stored("disk_bytes"),
+        _KIND,
+    ),
     Total(
         "folio_preemptions",
         "Preempted requests, by swap or recompute.",

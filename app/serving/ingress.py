@@ -20,11 +20,11 @@ from folio.app.api.batches.store import BatchStore
 from folio.app.api.http import build_api
 from folio.app.api.input.model_names import ModelNames
 from folio.app.api.input.served_models import ServedModels
-from folio.app.api.operators.bodies import AddModelRequest, BudgetRequest, PinRequest
+from folio.app.api.operators.bodies import AddModelRequest, BudgetRequest, DrainRequest, PinRequest
 from folio.app.api.operators.changes import ModelChanges
 from folio.app.api.operators.model_cards import ModelCards
 from folio.app.api.operators.pins import Pins
-from folio.app.api.operators.replies import BudgetReport, LoadReport, ModelCard, load_report
+from folio.app.api.operators.replies import BudgetReport, DrainReport, LoadReport, ModelCard, load_report
 from folio.app.api.replicas import STATUS_TIMEOUT_S
 from folio.app.api.responses.store import open_store
 from folio.app.api.responses.stored import StoredResponses
@@ -41,7 +41,7 @@ from folio.app.edge.callers import Callers
 from folio.app.edge.guard import key_ring, protect
 from folio.app.edge.limits import IngressLimits
 from folio.app.edge.request_body import ReadsRefusedBodies
-from folio.app.errors import UnavailableError
+from folio.app.errors import FolioError, UnavailableError, UnknownReplicaError
 from folio.app.fleet.overload import LoadShedder
 from folio.app.fleet.vllm_metrics import load_families
 from folio.app.http.haproxy import trusted_addresses
@@ -244,6 +244,17 @@ class Ingress(GrpcIngress, Operations):
             if request.revision is not None or "stale" not in answers:
                 return BudgetReport(budget_bytes=request.budget_bytes, revision=revision, answers=answers)
         raise UnavailableError(f"others changed the budget during each of {_BUDGET_TRIES} attempts; try again")
+
+    async def drain_replica(self, request: DrainRequest) -> DrainReport:
+        """Move the requests of an engine replica to the others, and send it no new ones. Raises `UnknownReplicaError`,
+        or `UnavailableError` if it does not answer."""
+        answers = await self._replicas.call_each(
+            "set_draining", request.replica, request.draining, timeout_s=STATUS_TIMEOUT_S
+        )
+        if True not in answers:
+            silent = [answer for answer in answers if isinstance(answer, FolioError)]
+            raise silent[0] if silent else UnknownReplicaError(f"there is no replica {request.replica!r}", "replica")
+        return DrainReport(replica=request.replica, draining=request.draining)
 
     async def add_model(self, request: AddModelRequest) -> ModelCard:
         """Add a model on every engine replica, or on none."""

@@ -13,19 +13,17 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import ray
 from ray import serve
 
 from folio.app.config.added_model import check_added
-from folio.app.config.engine import EngineConfig
 from folio.app.config.logs import configure_logs
 from folio.app.config.shelf import ModelConfig, ShelfConfig
 from folio.app.dashboard.views import ReplicaView, WatchCall, view_replica
 from folio.app.engine.lora.source import AdapterSource
 from folio.app.engine.report import Progress
-from folio.app.errors import ConfigError, RequestError, UnavailableError, UnknownPinError, UnknownRequestError
+from folio.app.errors import RequestError, UnavailableError, UnknownPinError, UnknownRequestError
 from folio.app.fleet.autoscaling import AutoscalingLoad
 from folio.app.fleet.loaded import LoadedTable
 from folio.app.fleet.messages import (
@@ -89,22 +87,6 @@ class _ProcessExit:
             self._timer = _ending(_FLUSH_GRACE_S)
 
 
-def _device_for(engine: EngineConfig) -> Literal["cpu", "cuda"]:
-    """The device of this replica's models. Raises `ConfigError` for "cuda" unless Ray gave the replica one GPU."""
-    from folio.app.engine.model.device import resolve
-
-    if engine.device == "cuda" and len(ray.get_gpu_ids()) != 1:
-        raise ConfigError(
-            f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
-            "have num_gpus: 1, or be left out"
-        )
-    device = resolve(engine).device
-    if engine.device == "auto" and device == "cuda" and not ray.get_gpu_ids():
-        logger.warning("device auto is the CPU: Ray gave this replica no GPU")
-        return "cpu"
-    return device
-
-
 def _ending(seconds: float) -> threading.Timer:
     """Ends the process after this time, unless it is cancelled."""
     timer = threading.Timer(seconds, os._exit, (1,))
@@ -132,17 +114,17 @@ class EngineReplica:
         self, shelf: ShelfConfig, shared_kv_memory_bytes: int | None = None, pace: StreamPace | None = None
     ) -> None:
         # Imports of seconds, not for Serve's controller and the application's builder, which import this module, too.
-        self._begun_at = time.monotonic()
+        self._begun_at, self._is_draining = time.monotonic(), False
         gc.disable()  # a million objects come to stay, which need no collections
         from folio.app.engine.schedule.load_report import MOST_KEYS
-        from folio.app.serving.tp_actors import actors_of_this_replica
+        from folio.app.serving.tp_actors import actors_of_this_replica, device_of_this_replica
         from folio.app.shelf.shelf import Shelf
 
         gc.enable()
         configure_logs()
         keep_traces_whole()
         self._settings, self._first, self._most_keys = shelf, shelf.first.name, MOST_KEYS
-        self._device = _device_for(shelf.first.engine)  # all models have the same device
+        self._device = device_of_this_replica(shelf.first.engine)  # all models have the same device
         self._shared = SharedStreams()
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
@@ -268,6 +250,12 @@ class EngineReplica:
         watches = {name: engine.watch for name, engine in self._shelf.engines().items() if engine.healthy}
         return await _run_in_thread(partial(view_replica, status, watches, call, ready_at=self._ready_at))
 
+    async def set_draining(self, replica: str, draining: bool) -> bool:
+        """Have routers move this replica's calls to others, if it is the one that is meant; returns whether it is."""
+        if replica == self._name:
+            self._is_draining = draining
+        return replica == self._name
+
     async def set_budget(self, budget_bytes: int, revision: int) -> BudgetAnswer:
         """Change the budget of this replica's KV cache (`KVMemory.set_budget`).
 
@@ -326,7 +314,7 @@ class EngineReplica:
         status = await _run_in_thread(partial(self._status, most_keys=most_keys))
         self._meter.note(status, engines)
         outputs, start_s = {model.name: model.outputs for model in status.models}, self._ready_at - self._begun_at
-        return reports_as_stats(reports_for_routers(status.models, status.device), outputs, start_s)
+        return reports_as_stats(reports_for_routers(status.models, status.device), outputs, start_s, self._is_draining)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `KVAwareScaling`. Called by Serve if the deployment has an `autoscaling_config`."""

@@ -109,6 +109,8 @@ class FolioRouter(BoundedWaitRouter):
         self._by_name: dict[str, RunningReplica] = {}
         self.route()
         self._wait_for_replica_s = wait_for_replica_s
+        self._draining: set[str] = set()
+        self._staying: set[str] = set()  # neither draining nor stopped
         self._waiting: dict[asyncio.Future[RunningReplica], _Waiting] = {}
         # (replica, internal request id) → records with their fleets, one for each attempt, the oldest first
         self._placed: defaultdict[tuple[str, str], deque[tuple[Fleet, SentRequest]]] = defaultdict(deque)
@@ -149,6 +151,7 @@ class FolioRouter(BoundedWaitRouter):
         now = time.monotonic()
         for name, replica in self._by_name.items():
             self._apply_stats(name, replica, now)
+        self._note_departures()
         present = frozenset((self._first_model,)).union(*self._models_at.values())
         self._routes = {name: route for name, route in self._routes.items() if name in present}
         fleets = [route.fleet for route in self._routes.values()]
@@ -162,6 +165,7 @@ class FolioRouter(BoundedWaitRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._set_replicas([r for r in self._by_name.values() if r.replica_id in self.curr_replicas])
+        self._note_departures()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -230,9 +234,14 @@ class FolioRouter(BoundedWaitRouter):
                 error.replaced_within_s = _NOTICED_S + 2 * self._longest_start_s
             raise error from None
 
+    def _note_departures(self) -> None:
+        staying = self._by_name.keys() - self._draining
+        DEPARTURES.update(self._staying, staying)
+        self._staying = staying
+
     def _set_replicas(self, replicas: Sequence[RunningReplica]) -> None:
-        before, self._by_name = self._by_name, {replica.replica_id.unique_id: replica for replica in replicas}
-        DEPARTURES.update(before, self._by_name)
+        self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        self._draining &= self._by_name.keys()
         for route in self._routes.values():
             route.fleet.update(self._by_name)
         self._models_at = {name: models for name, models in self._models_at.items() if name in self._by_name}
@@ -249,6 +258,10 @@ class FolioRouter(BoundedWaitRouter):
         if reports is not None:
             self._reported_at[name] = stats["made_at"]
             DEPARTURES.note_outputs(name, stats["outputs"])
+            if stats["is_draining"]:
+                self._draining.add(name)
+            else:
+                self._draining.discard(name)
             self._longest_start_s = max(self._longest_start_s or 0.0, stats["start_s"])
             self._models_at[name] = frozenset(reports)
             for model, report in reports.items():
@@ -279,6 +292,7 @@ class FolioRouter(BoundedWaitRouter):
         request, fleet = waiting.request, waiting.route.fleet
         if generates:
             names = [name for name in names if _may_get(call, name)]
+            names = [name for name in names if name not in self._draining] or names
         if isinstance(call, ForkCall | SharedStreamCall) and call.replica in names:
             ranked = [call.replica]  # the only one that can; without it any replica answers with the error
         else:

@@ -1,4 +1,5 @@
-"""Peers of a tensor-parallel replica as Ray actors, one in each bundle of the placement group but the replica's."""
+"""What Ray gives a replica: its device, and peers of a tensor-parallel one as actors, one in each bundle of the
+placement group but the replica's."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import torch
@@ -17,10 +18,14 @@ from ray.actor import ActorHandle
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from folio.app.config.engine import EngineConfig
 from folio.app.config.machine import num_threads
+from folio.app.engine.model.device import resolve
 from folio.app.engine.ranks.processes import Launch, RankSpec
 from folio.app.engine.ranks.worker import RankWorker, run_to_the_end
 from folio.app.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 # Actors start in seconds; beyond this bound the cluster has no room for them.
 START_TIMEOUT_S = 300.0
@@ -113,3 +118,17 @@ class ActorProcesses:
 def actors_of_this_replica() -> Launch:
     """`Launch` for the calling replica."""
     return partial(ActorProcesses, group=get_current_placement_group())
+
+
+def device_of_this_replica(engine: EngineConfig) -> Literal["cpu", "cuda"]:
+    """The device of this replica's models. Raises `ConfigError` for "cuda" unless Ray gave the replica one GPU."""
+    if engine.device == "cuda" and len(ray.get_gpu_ids()) != 1:
+        raise ConfigError(
+            f"Ray gave this replica the GPUs {ray.get_gpu_ids()}, it needs one: ray_actor_options in the YAML must "
+            "have num_gpus: 1, or be left out"
+        )
+    device = resolve(engine).device
+    if engine.device == "auto" and device == "cuda" and not ray.get_gpu_ids():
+        logger.warning("device auto is the CPU: Ray gave this replica no GPU")
+        return "cpu"
+    return device

@@ -8,6 +8,7 @@ measured time stands how long the replicas would have stayed with their last str
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -52,8 +53,9 @@ class Stream:
                 self.error = self.error or f"{answer.status_code}: {line}"
 
 
-def run(num_tokens: int) -> tuple[list[Stream], float, float]:
-    """The streams, and the seconds until the replicas' processes are gone, and until the last stream has ended."""
+def run(num_tokens: int) -> tuple[list[Stream], float, float, float]:
+    """The streams, when replicas were stopped (`time.monotonic`), and the seconds until their processes were gone, and
+    until the last stream had ended."""
     engine = {"model": "builtin", "dtype": DTYPE, "kv_memory_bytes": 256 << 20, "max_num_seqs": NUM_STREAMS}
     streams = [Stream(seed) for seed in range(NUM_STREAMS)]
     with served(NAME, {"engine": engine}) as app:
@@ -68,7 +70,7 @@ def run(num_tokens: int) -> tuple[list[Stream], float, float]:
         gone_s = time.monotonic() - begun
         for thread in threads:
             thread.join()
-        return streams, gone_s, time.monotonic() - begun
+        return streams, begun, gone_s, time.monotonic() - begun
 
 
 def num_wrong(streams: list[Stream], num_tokens: int) -> int:
@@ -84,9 +86,11 @@ def num_wrong(streams: list[Stream], num_tokens: int) -> int:
 def main() -> None:
     args = harness.arguments(__doc__).parse_args()
     harness.needs("ray", "httpx", "psutil")
-    num_tokens = 400 if args.quick else 1500
-    streams, gone_s, all_s = run(num_tokens)
-    pauses = sorted(max(b - a for a, b in zip(stream.times, stream.times[1:], strict=False)) for stream in streams)
+    num_tokens = 1000 if args.quick else 2500
+    streams, begun, gone_s, all_s = run(num_tokens)
+    pauses = sorted(
+        max((b - a for a, b in itertools.pairwise(stream.times) if b > begun), default=0.0) for stream in streams
+    )
     broken = [stream.error for stream in streams if stream.error]
     figures = {
         "gone_s": gone_s,

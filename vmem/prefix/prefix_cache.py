@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from folio.vmem.blocks.eviction import EvictionOrder
@@ -45,6 +45,7 @@ class PrefixCache:
     Attributes:
         unit_tokens: prefixes are shared in multiples of so many tokens.
         has_states: whether a layer keeps a recurrent state; prefixes are then shared up to where a step has ended.
+        on_release: called with the lock held and the last computed unit of a sequence that ends.
     """
 
     _groups: Sequence[GroupMemory]
@@ -59,6 +60,7 @@ class PrefixCache:
     _pending: list[_Pending] = field(default_factory=list)
     _is_cut_short: bool = False  # a sequence was freed whose pending units others share
     _keys: dict[int, tuple[int, CachedKeys]] = field(default_factory=dict)  # `most` → version of the summary, keys
+    on_release: Callable[[PrefixNode], None] | None = None
 
     def __post_init__(self) -> None:
         self._states = [group for group in self._groups if group.spec.is_state]
@@ -208,7 +210,7 @@ class PrefixCache:
             return [unit for pending in done for unit in pending.indexed]
 
     def discard_prefixes(self, units: Iterable[tuple[PrefixNode, int]]) -> None:
-        """Forget units of a launched step that has failed. Sequences that read them must be freed."""
+        """Forget units of a launched step that has failed. Sequences that read them must be freed next."""
         with self._lock.exclusive():
             for node, g in units:
                 if node.blocks[g] is not None:
@@ -289,6 +291,8 @@ class PrefixCache:
             self._roll_back(pending)
         path = sequence.prefix
         self._order.end(path.segments, path.computed, path.use)
+        if self.on_release is not None and path.computed:
+            self.on_release(path.nodes[path.computed - 1])
         self._tree.truncate_cursor(path, 0)
 
     def reindex_own_blocks(self, sequence: SequenceMemory) -> None:

@@ -199,13 +199,16 @@ class PrefixTree:
 
     def hot(self, most_tokens: int) -> list[CachedPrefix]:
         """The cached prefixes with the most hits, at most `most_tokens` tokens together."""
-        best = self._hot.best(most_tokens // self.unit_tokens, _units, self._is_cached)
         prefixes = []
-        for node, hits in best:
+        for node, hits in self._hot.best(most_tokens // self.unit_tokens, _units, self._is_cached):
             nodes = list(_units(node))[::-1]
             token_ids = decode_tokens(b"".join(unit.tokens for unit in nodes))
             prefixes.append(CachedPrefix(token_ids, node.keys, hits))
         return prefixes
+
+    def hot_nodes(self, most_units: int) -> list[PrefixNode]:
+        """The last units of these prefixes, at most `most_units` together."""
+        return [node for node, _ in self._hot.best(most_units, _units, self._is_cached)]
 
     # ---- growing ----
 

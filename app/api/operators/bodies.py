@@ -88,6 +88,15 @@ class AddModelRequest(StrictBody):
     """How the model writes its reasoning."""
 
 
+class DrainRequest(StrictBody):
+    """A replica that is to have no requests."""
+
+    replica: Annotated[Name, Field(examples=["p3k1x9qa"])]
+    """Its name, as in `GET /v1/load`."""
+    draining: bool = True
+    """`false`: it gets requests again."""
+
+
 class BudgetRequest(StrictBody):
     """A budget for the KV cache of each engine replica."""
 

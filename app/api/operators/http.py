@@ -12,12 +12,14 @@ from folio.app import VERSION
 from folio.app.api.operators.bodies import (
     AddModelRequest,
     BudgetRequest,
+    DrainRequest,
     LoadAdapterRequest,
     PinRequest,
     UnloadAdapterRequest,
 )
 from folio.app.api.operators.replies import (
     BudgetReport,
+    DrainReport,
     LoadReport,
     ModelCard,
     ModelDeleted,
@@ -45,6 +47,7 @@ class OperationService(Protocol):
     async def load(self) -> LoadReport: ...
     async def reports(self) -> dict[str, MemoryReport]: ...
     async def change_budget(self, request: BudgetRequest) -> BudgetReport: ...
+    async def drain_replica(self, request: DrainRequest) -> DrainReport: ...
     async def add_model(self, request: AddModelRequest) -> ModelCard: ...
     async def remove_model(self, name: str) -> None: ...
     async def load_adapter(self, request: LoadAdapterRequest) -> None: ...
@@ -64,7 +67,7 @@ def add_models(api: FastAPI, service: OperationService) -> None:
 
 
 def add_operation(api: FastAPI, service: OperationService) -> None:
-    """Routes for health, load, the budget and pins."""
+    """Routes for health, load, the budget, draining and pins."""
     _add_health(api, service)
     _add_load(api, service)
     _add_budget(api, service)
@@ -201,6 +204,13 @@ def _add_budget(api: FastAPI, service: OperationService) -> None:
         if (context := current_context()) is not None:
             context.check_operator("the budget")
         return await service.change_budget(request)
+
+    @api.put("/v1/drain", tags=["operation"])
+    async def drain(request: Annotated[DrainRequest, Body(openapi_examples=EXAMPLES["drain"])]) -> DrainReport:
+        """Move the requests of an engine replica to the others."""
+        if (context := current_context()) is not None:
+            context.check_operator("draining")
+        return await service.drain_replica(request)
 
 
 def _add_pins(api: FastAPI, service: OperationService) -> None:

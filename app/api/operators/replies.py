@@ -162,6 +162,14 @@ class PinDeleted(BaseModel):
     deleted: Literal[True] = True
 
 
+class DrainReport(BaseModel):
+    """The replica's requests move to others that have the same model; without any they stay."""
+
+    object: Literal["drain"] = "drain"
+    replica: str
+    draining: bool
+
+
 class BudgetReport(_Report):
     """The change of every engine replica's budget. Replicas that start later begin with `kv_memory_bytes`."""
 

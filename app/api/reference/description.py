@@ -237,6 +237,7 @@ EXAMPLES: dict[str, dict[str, Example]] = {
         "text": _example("A text", model="builtin", prompt="What is Folio?", return_token_strs=True),
         "conversation": _example("A conversation", model="builtin", messages=_QUESTION),
     },
+    "drain": {"a replica": _example("Before its machine is stopped", replica="p3k1x9qa")},
     "budget": {"a gibibyte": _example("1 GiB for each replica", budget_bytes=1 << 30)},
     "pin": {"rules": _example("A text that many prompts begin with", name="rules", prompt=f"{_KEYS} " * 4)},
 }

@@ -6,7 +6,9 @@ from collections import abc
 
 from folio.app.engine.request.faults import attribute_failures
 from folio.app.engine.request.request import Request, Sequence
+from folio.app.engine.schedule.read_ahead import ReadAhead
 from folio.app.engine.schedule.running import RunningRequests
+from folio.app.engine.schedule.waiting_queue import WaitingQueue
 from folio.vmem import KVMemory, PrefixMatch
 
 
@@ -19,20 +21,40 @@ class Admission:
 
     Args:
         begun: requests that run or are preempted.
+        waiting: requests that have not begun.
         max_num_seqs: most sequences that run at once.
+        reads: of prefixes on disk; `None`: there is no store.
     """
 
-    def __init__(self, memory: KVMemory, begun: RunningRequests, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        begun: RunningRequests,
+        waiting: WaitingQueue,
+        max_num_seqs: int,
+        reads: ReadAhead | None = None,
+    ) -> None:
         self._memory = memory
         self._begun = begun
+        self._waiting, self._reads = waiting, reads
         self._max_num_seqs = max_num_seqs
         # The request last refused, its sequences, and the free pages that it needs; `None`: it waits for a prefix.
         self._refused: tuple[Request, int, int | None] | None = None
         self._matched: tuple[Sequence | None, bool] = None, False  # the queue's head, and whether a prefix is cached
 
+    def queue(self, request: Request) -> None:
+        """Add a request to the waiting queue, and begin to read its prefix."""
+        self._waiting.add(request)
+        if self._reads is not None:
+            self._reads.begin(request)
+
     def can_admit(self, request: Request, reserve: int) -> bool:
         """Whether the request fits beside `reserve` pages, so that the next step need not preempt it at once."""
         if self._begun.num_running + request.max_sequences > self._max_num_seqs:
+            return False
+        if self._reads is not None and self._reads.is_awaited(
+            request, lambda needed: not self._begun.running or needed + reserve <= self._memory.num_free_pages
+        ):
             return False
         if self._begun.running and self._refused is not None and self._refused[:2] == (request, request.num_sequences):
             needed = self._refused[2]
@@ -44,6 +66,8 @@ class Admission:
     def may_begin_uncached(self, request: Request) -> bool:
         """Whether the waiting queue's head will probably begin in the next step but one, without a cached prefix."""
         if self._refused is not None and self._refused[0] is request:
+            return False
+        if self._reads is not None and request in self._reads:
             return False
         first = request.sequences[0]
         if first.expected_cached_tokens or self._memory.pages_for(len(first.token_ids)) > self._memory.num_free_pages:

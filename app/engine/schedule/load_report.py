@@ -6,7 +6,7 @@ import math
 import time
 from collections import abc, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from folio.app.engine.report import Progress, ReplicaReport, StepTimes, attended_tokens
@@ -16,6 +16,7 @@ from folio.app.engine.schedule.scheduler import Scheduler
 from folio.app.errors import OverloadedError
 from folio.kernels import num_compilations
 from folio.vmem import KVMemory, MemoryReport
+from folio.vmem.prefix.store.block_store import StoreCounts
 
 # Time constant of rates: what happened this long ago counts for 1/e.
 _DECAY_S = 10.0
@@ -42,6 +43,7 @@ class Activity:
         step_tokens: tokens computed by each step since the last report.
         num_failed_steps: since the start; each of them failed all requests in flight.
         num_late_compilations: kernels compiled or loaded in this process, and graphs captured, since the warm-up.
+        store: of prefixes on disk; `None` without them.
     """
 
     num_preempted: Mapping[PreemptionMode, int]
@@ -51,6 +53,7 @@ class Activity:
     step_tokens: abc.Sequence[int]
     num_failed_steps: int
     num_late_compilations: int
+    store: StoreCounts | None = None
 
 
 class DecayingRate:
@@ -168,6 +171,7 @@ class LoadReporter:
         step_tokens: most tokens of a step.
         most_queued: most requests that wait (`max_queued_requests`).
         held: requests that wait for an adapter, and are not in the scheduler's queue yet.
+        store: counts of prefixes on disk; `None` without them.
     """
 
     def __init__(
@@ -180,6 +184,7 @@ class LoadReporter:
         step_tokens: int,
         most_queued: int | Literal["auto"] | None = None,
         held: Callable[[], abc.Sequence[Sequence]] = tuple,
+        store: StoreCounts | None = None,
     ) -> None:
         self._memory = memory
         self._scheduler = scheduler
@@ -187,7 +192,7 @@ class LoadReporter:
         self._meter = meter
         self._step_tokens = step_tokens
         self._most_queued = most_queued
-        self._held = held
+        self._held, self._store = held, store
         self.num_failed_steps = 0
         whole_bytes = memory.pages_for(memory.max_tokens) * memory.groups[0].layout.page_bytes
         self._tokens_per_byte = memory.max_tokens / whole_bytes
@@ -332,6 +337,7 @@ class LoadReporter:
             step_tokens=_drained(meter.step_tokens),
             num_failed_steps=self.num_failed_steps,
             num_late_compilations=num_compilations() - meter.num_early_compilations,
+            store=None if self._store is None else replace(self._store),
         )
 
     def _free_tokens(self, report: MemoryReport) -> int:

@@ -100,7 +100,7 @@ class PreemptionCostModel:
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
         self._step = LinearCost(_STEP_SCALES)
-        self._swap = LinearCost((1.0, 1e6))
+        self._swap, self._read = LinearCost((1.0, 1e6)), LinearCost((1.0, 1e6))
 
     def observe_step(self, num_tokens: int, num_attended: int, seconds: float, *, verifies: bool = False) -> None:
         """Note the time of a step; `verifies`: it had draft tokens."""
@@ -114,6 +114,14 @@ class PreemptionCostModel:
         """Note the time to copy blocks out and in and to map them again."""
         self._swap.observe((1.0, num_bytes), seconds)
 
+    def observe_read(self, num_bytes: int, seconds: float) -> None:
+        """Note the time to read blocks from disk and to install them."""
+        self._read.observe((1.0, num_bytes), seconds)
+
+    def read_s(self, num_bytes: int) -> float:
+        """Expected time to read blocks from disk and to install them; 0 before the first time."""
+        return self._read.seconds((1.0, num_bytes))
+
     @property
     def step_times(self) -> StepTimes:
         return StepTimes(*self._step.per_unit())
@@ -124,11 +132,13 @@ class PreemptionCostModel:
             sequences: (tokens to recompute, tokens that stay cached before them) of each.
             num_bytes: bytes of all their blocks.
         """
-        recompute_s = 0.0
-        for num_tokens, num_before in sequences:
-            num_steps = -(-num_tokens // self._step_tokens)
-            recompute_s += self._step.seconds((num_steps, num_tokens, attended_tokens(num_tokens, num_before), 0.0))
+        recompute_s = sum(self.compute_s(num_tokens, num_before) for num_tokens, num_before in sequences)
         return PreemptionCost(self._swap.seconds((1.0, num_bytes)), recompute_s)
+
+    def compute_s(self, num_tokens: int, num_before: int) -> float:
+        """Expected time to compute tokens after `num_before` others."""
+        num_steps = -(-num_tokens // self._step_tokens)
+        return self._step.seconds((num_steps, num_tokens, attended_tokens(num_tokens, num_before), 0.0))
 
     def choose_mode(self, memory: KVMemory, sequences: list[Sequence]) -> PreemptionMode:
         """The cheaper mode for these sequences. Shared tokens stay in the prefix cache and are not recomputed; those

@@ -17,6 +17,7 @@ from folio.app.engine.request.request import Request, Sequence
 from folio.app.engine.schedule.admission import Admission, tokens_to_match
 from folio.app.engine.schedule.mixed_steps import MixedSteps
 from folio.app.engine.schedule.preemption import PreemptionCostModel
+from folio.app.engine.schedule.read_ahead import ReadAhead
 from folio.app.engine.schedule.running import RunningRequests, TokensAwaited, rank
 from folio.app.engine.schedule.scheduled import Committed, Scheduled
 from folio.app.engine.schedule.waiting_queue import WaitingQueue
@@ -26,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 # Shorter prompts may overtake a prompt if they arrive within this many times its own computing time.
 PATIENCE = 16
-
-_due_order = attrgetter("request.prefill_key")
 
 # Most prompt tokens of a step for `prompt_logprobs`: a row of logits takes up to a megabyte.
 _PROMPT_LOGITS = 128
@@ -55,6 +54,7 @@ class Scheduler:
         policy: "auto", or the mode that is always used; requests that do not fit into the swap space are recomputed.
         fair_tenants: admit by deficit round robin over tenants (`WaitingQueue`).
         max_mixed_step_s: longest step with prompts and decodes, in seconds (`MixedSteps`).
+        reads: of prefixes on disk; `None`: there is no store.
         clock: the current time in seconds.
 
     Attributes:
@@ -74,6 +74,7 @@ class Scheduler:
         policy: PreemptionPolicy,
         fair_tenants: bool = False,
         max_mixed_step_s: float = math.inf,
+        reads: ReadAhead | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._clock = clock
@@ -86,7 +87,7 @@ class Scheduler:
         self.mixed_steps = MixedSteps(recovery, max_mixed_step_s)
         self.waiting = WaitingQueue(max_num_batched_tokens if fair_tenants else None)
         self.begun = RunningRequests(memory, recovery, policy, lambda: self._admission.forget_pending_refusal())
-        self._admission = Admission(memory, self.begun, self.max_num_seqs)
+        self._admission = Admission(memory, self.begun, self.waiting, self.max_num_seqs, reads)
         self._scheduled: list[Scheduled] = []
         self._prompt_logits_left = 0  # of `_PROMPT_LOGITS`, in the step that is being scheduled
 
@@ -129,15 +130,13 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Add a request to the waiting queue."""
-        seconds = 0.0
+        seconds, times = 0.0, self._recovery.step_times
         for sequence in request.sequences:
             cached = sequence.expected_cached_tokens or 0
             cached = min(cached, sequence.num_uncomputed - 1) if not sequence.reads_whole_prompt else 0
-            seconds += self._recovery.step_times.prefill_s(
-                sequence.num_uncomputed - cached, cached, self.max_num_batched_tokens
-            )
+            seconds += times.prefill_s(sequence.num_uncomputed - cached, cached, self.max_num_batched_tokens)
         request.due = self._clock() + PATIENCE * seconds
-        self.waiting.add(request)
+        self._admission.queue(request)
 
     def add_running(self, request: Request) -> None:
         """Add a request whose sequences are forks of a running one, and share its blocks."""
@@ -285,9 +284,9 @@ class Scheduler:
         self.begun.is_ahead = False
         for s in (s for scheduled, _ in steps for s in scheduled):
             s.sequence.num_awaited, s.sequence.pending_row = 0, None
+        self._prefixes.discard_prefixes([unit for _, committed in steps for unit in committed.units])  # never on disk
         for request in list(self.running):
             self.begun.preempt(request, "recompute")
-        self._prefixes.discard_prefixes([unit for _, committed in steps for unit in committed.units])
 
     def preempt_all(self) -> None:
         """Preempt all running requests, between two steps."""
@@ -364,7 +363,7 @@ class Scheduler:
             if sequence.memory is None or (sequence.num_uncomputed > 1 and not sequence.num_awaited)
         ]
         is_refused = False
-        for sequence in sorted(having, key=_due_order):
+        for sequence in sorted(having, key=attrgetter("request.prefill_key")):
             if not is_refused:
                 budget = self._admit_waiting(budget, prompts, before=sequence.request)
                 head = self.waiting.peek()

@@ -13,6 +13,7 @@ from folio.app.engine.execution.work_queue import ThreadQueue
 from folio.app.engine.lora.source import AdapterSource
 from folio.app.engine.memory.footprint import Footprint
 from folio.app.engine.memory.kv_plan import build_memory
+from folio.app.engine.memory.kv_store import open_store
 from folio.app.engine.memory.memory_profile import DevicePlan, plan_device
 from folio.app.engine.model.device import resolve
 from folio.app.engine.model.vocabulary import Vocabulary
@@ -25,6 +26,7 @@ from folio.app.engine.request.faults import kernel_errors_as_config_errors
 from folio.app.engine.request.request import Request
 from folio.app.engine.schedule.load_report import LoadMeter, LoadReporter
 from folio.app.engine.schedule.preemption import PreemptionCostModel
+from folio.app.engine.schedule.read_ahead import ReadAhead
 from folio.app.engine.schedule.scheduler import Scheduler
 from folio.app.engine.speculation import Speculation
 from folio.app.engine.step.decoding import Decoder
@@ -110,6 +112,10 @@ class EngineParts:
         executor.bind_memory(self.memory, pages)
         executor.enforce_step_timeout()
         self.start_times.lap("self_test_s")
+        self.store = open_store(config, self.model, self.memory)
+        if self.store is not None:
+            undo.callback(self.store.close)
+            self.start_times.lap("store_s")
         self.recovery = PreemptionCostModel(config.max_num_batched_tokens)
         draft, every = None, [executor.graphs]
         if self.speculation is not None:
@@ -132,6 +138,7 @@ class EngineParts:
             policy=config.preemption,
             fair_tenants=config.fair_tenants,
             max_mixed_step_s=math.inf if config.max_mixed_step_s is None else config.max_mixed_step_s,
+            reads=None if self.store is None else ReadAhead(self.store, self.recovery),
         )
         self.adapters = AdapterStore(
             config.adapters,
@@ -152,6 +159,7 @@ class EngineParts:
             step_tokens=config.max_num_batched_tokens,
             most_queued=config.max_queued_requests,
             held=lambda: self.adapters.waiting_sequences,
+            store=None if self.store is None else self.store.counts,
         )
         self.watch = EngineWatch(self.memory, self.scheduler)
 

@@ -123,6 +123,9 @@ class FakeService:
             budget_bytes=request.budget_bytes, revision=request.revision or 8, answers=["applied"]
         )
 
+    async def drain_replica(self, request: bodies.DrainRequest) -> operators.DrainReport:
+        return operators.DrainReport(replica=request.replica, draining=request.draining)
+
     async def add_model(self, request: bodies.AddModelRequest) -> operators.ModelCard:
         if request.name in self.adapters:
             raise errors.RequestError("there is a model already", "name")

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from folio.app.api.openai.bodies import CompletionRequest
 from folio.app.api.openai.chat_body import ChatCompletionRequest
-from folio.app.api.operators.bodies import BudgetRequest, PinRequest
+from folio.app.api.operators.bodies import BudgetRequest, DrainRequest, PinRequest
 from folio.app.api.reference.description import EXAMPLES
 from folio.app.api.responses.body import ResponsesRequest
 from folio.app.api.routes import ROUTES
@@ -105,7 +105,9 @@ def test_the_openapi_page_says_whether_unknown_fields_are_allowed(mode: Any) -> 
 
 def test_the_examples_are_valid_bodies() -> None:
     """Operations whose body has no example take few fields; the budget and pins are not in the table."""
-    bodies = {"budget": BudgetRequest, "pin": PinRequest} | {name: route.body for name, route in ROUTES.items()}
+    bodies = {"budget": BudgetRequest, "drain": DrainRequest, "pin": PinRequest} | {
+        name: route.body for name, route in ROUTES.items()
+    }
     assert bodies.keys() - EXAMPLES.keys() == {"fork", "detokenize"}
     for name, examples in EXAMPLES.items():
         for example in examples.values():

@@ -7,8 +7,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from folio.app.config.engine import DEVICE_DEFAULTS, EngineConfig, ResolvedConfig
+from folio.app.config.engine import DEVICE_DEFAULTS, EngineConfig, KVStore, ResolvedConfig
 from folio.app.errors import ConfigError
 
 
@@ -36,6 +37,12 @@ def test_a_resolved_config_stays_one() -> None:
         assert (same.max_num_seqs, same.kv_dtype, same.adapters) == (256, "fp8_e5m2", {"a": "b"})
 
 
+def test_a_file_and_a_script_name_the_store_alike() -> None:
+    written = TypeAdapter(EngineConfig).validate_python({"model": "m", "kv_store": {"dir": "/d", "bytes": "2GiB"}})
+    assert written.kv_store == KVStore(dir="/d", bytes=2 << 30)
+    assert EngineConfig(model="m", kv_store={"dir": "/d", "bytes": 2 << 30}) == written  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("settings", "lines"),
     [
@@ -57,6 +64,15 @@ def test_a_resolved_config_stays_one() -> None:
         ),
         ({"mixed_graphs": "on", "tensor_parallel_size": 2}, ["not captured: use mixed_graphs 'off'"]),
         ({"max_num_seqs": 0}, ["max_num_seqs is 0; it must be at least 1"]),
+        (
+            {"kv_store": {"dir": "", "bytes": 0}, "prefix_cache": False, "tensor_parallel_size": 2},
+            [
+                "kv_store.dir is empty; name a folder on a local disk",
+                "kv_store.bytes is 0; it must be at least 1",
+                "kv_store is set and prefix_cache false, without which no prefix is kept: leave kv_store out",
+                "kv_store is set and tensor_parallel_size 2; prefixes of one rank only are kept on disk",
+            ],
+        ),
         (
             {"max_num_seqs": 0, "gpu_memory_utilization": 2, "kv_dtype": "fp8_e4m3", "attention": "cpu"},
             ["max_num_seqs is 0", "gpu_memory_utilization is 2", "kv_dtype is 'fp8_e4m3' and"],

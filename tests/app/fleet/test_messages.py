@@ -14,6 +14,7 @@ def test_a_report_of_another_version_is_none() -> None:
     assert stats == {
         "start_s": 2.5,
         "outputs": {"m": "f"},
+        "is_draining": False,
         "made_at": 1.0,
         "models": {name: asdict(report) for name, report in reports.items()},
     }

@@ -19,6 +19,7 @@ from folio.app.serving.engine_metrics import ReplicaMeter
 from folio.app.serving.metric_rows import Gauge, Total
 from folio.app.shelf.status import DeviceStatus, ModelStatus
 from folio.kernels import note_compilation
+from folio.vmem.prefix.store.block_store import StoreCounts
 from tests.app.serving.conftest import Recorded
 
 DEVICE = DeviceStatus(capacity_bytes=100, used_bytes=30, idle_bytes=5, charged_bytes=40, workspace_bytes=10)
@@ -69,6 +70,15 @@ def note_statuses(meter: ReplicaMeter, *statuses: ModelStatus, device: DeviceSta
 
 def by_tags(recorded: Recorded, name: str) -> dict[tuple[str, ...], float]:
     return {tuple(tags.values()): value for found, value, tags in recorded if found == name}
+
+
+def test_prefixes_on_disk_are_counted(noted: Noted) -> None:
+    noted.note()
+    assert not noted.values("folio_store_records")
+    assert ("folio_store_bytes", "disk") not in noted.gauges
+    noted.note(store=StoreCounts(written=4, read=3, dropped=2, refused=1, disk_bytes=99))
+    assert noted.tagged("folio_store_records", "outcome") == {"written": 4, "read": 3, "dropped": 2, "refused": 1}
+    assert noted.gauges["folio_store_bytes", "disk"] == 99
 
 
 def test_draft_tokens_are_counted_once(noted: Noted) -> None:

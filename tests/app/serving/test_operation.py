@@ -11,8 +11,9 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from folio.app.api.openai.token_bodies import DetokenizeRequest, TokenizeRequest
-from folio.app.api.operators.bodies import BudgetRequest, PinRequest
-from folio.app.errors import RequestError, UnavailableError
+from folio.app.api.operators.bodies import BudgetRequest, DrainRequest, PinRequest
+from folio.app.api.operators.replies import DrainReport
+from folio.app.errors import RequestError, UnavailableError, UnknownReplicaError
 from folio.app.serving import ingress as ingress_module
 from tests.fakes.fleet import Fleet, answers, hangs, status
 from tests.fakes.replicas import TOKENIZER, Engines, ingress_with
@@ -55,6 +56,26 @@ async def test_the_load_of_those_that_answer() -> None:
     nobody = await ingress_with(Fleet(hangs)).load()
     assert (nobody.num_silent, nobody.least_queued_s, nobody.total.free_tokens) == (1, None, 0)
     assert (await ingress_with(Fleet()).load()).num_replicas == 0
+
+
+@pytest.mark.parametrize(
+    ("fleet", "outcome"),
+    [
+        ((False, True), DrainReport(replica="a", draining=False)),
+        ((False,), UnknownReplicaError),
+        ((), UnknownReplicaError),
+        ((False, UnavailableError("busy")), UnavailableError),
+    ],
+)
+async def test_draining_reaches_the_replica_that_is_meant(fleet: Any, outcome: Any) -> None:
+    asked = Fleet(*map(answers, fleet))
+    draining = ingress_with(asked).drain_replica(DrainRequest(replica="a", draining=False))
+    if isinstance(outcome, DrainReport):
+        assert await draining == outcome
+    else:
+        with pytest.raises(outcome):
+            await draining
+    assert asked.broadcasts == [("set_draining", ("a", False))]
 
 
 async def test_pickers_get_the_present_load_of_all_replicas() -> None:

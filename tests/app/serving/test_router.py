@@ -20,6 +20,7 @@ from folio.app.engine.request.engine_request import BegunOutput
 from folio.app.engine.request.prefix_keys import prompt_keys
 from folio.app.errors import DeadlineError, NoReplicaError, OverloadedError
 from folio.app.fleet.decisions import DECISIONS
+from folio.app.fleet.departures import DEPARTURES, PlacedCall
 from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, reports_as_stats
 from folio.app.serving.router import FolioRouter, Route
 from tests.app.compat.ray_types import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata, choose_replica
@@ -516,6 +517,24 @@ async def test_an_output_continues_where_the_same_model_is(replicas: list[Replic
     silent.routing_stats = reports_as_stats({"": report(time.time(), [])}, {"": "old"}, 2.0)
     router.update_replicas([replicas[1], silent])
     assert await choose(router, pending(7, **begun)) == "c"
+
+
+async def test_a_draining_replica_gets_no_requests_while_there_is_another(replicas: list[Replica]) -> None:
+    """And the calls that it has leave it, until it may have requests again."""
+    left: list[str] = []
+    call = DEPARTURES.place(PlacedCall("a", "", lambda: left.append("a")))
+    router = router_for(replicas)
+    for draining in (["a"], ["a", "b"], ["a", "b", "c"], []):
+        for replica in replicas:
+            name = replica.replica_id.unique_id
+            stats = reports_as_stats({"": report(time.time(), [])}, {"": "f"}, 1.0, is_draining=name in draining)
+            replica.routing_stats = stats
+        router.update_replicas(replicas)
+        chosen = {await choose(router, pending(number)) for number in range(6)}
+        assert chosen <= {"a", "b", "c"} - {*draining} or len(draining) == 3
+    assert left == ["a"]
+    assert call.is_leaving
+    DEPARTURES.remove(call)
 
 
 async def test_the_number_of_waiting_requests_is_bounded() -> None:

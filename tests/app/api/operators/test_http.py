@@ -120,6 +120,13 @@ def test_operation(client: TestClient) -> None:
     client.delete("/v1/pins/a")
     budget = client.put("/v1/budget", json={"budget_bytes": 1 << 30}).json()
     assert budget == {"object": "budget", "budget_bytes": 1 << 30, "revision": 8, "answers": ["applied"]}
+    assert client.put("/v1/drain", json={"replica": "r"}).json() == {
+        "object": "drain",
+        "replica": "r",
+        "draining": True,
+    }
+    for body in ({}, {"replica": ""}, {"replica": 3}, {"replica": "r", "draining": "perhaps"}):
+        assert client.put("/v1/drain", json=body).status_code == 400
     for body in ({}, {"budget_bytes": 0}, {"budget_bytes": 1.5}, {"budget_bytes": 1, "revision": 0}):
         assert client.put("/v1/budget", json=body).status_code == 400
     # Regression: with such a revision no other change was possible, and reports by gRPC failed.

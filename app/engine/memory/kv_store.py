@@ -1,0 +1,64 @@
+"""KV store: opens the store of an engine's cached prefixes on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from folio.app.config.engine import ResolvedConfig
+from folio.app.engine.model.loader import LoadedModel
+from folio.app.engine.request.prefix_keys import adapter_of
+from folio.app.errors import ConfigError
+from folio.app.models.weights.file_digests import FileDigests
+from folio.app.models.weights.key import weight_key
+from folio.vmem import KVMemory, VmemError
+from folio.vmem.prefix.store.prefix_store import PrefixStore
+
+# Keys of the warm-up's prefixes. No request has them, so that no request finds these prefixes in the cache.
+WARM_UP_KEYS = ("warm-up",)
+
+
+def open_store(config: ResolvedConfig, model: LoadedModel, memory: KVMemory) -> PrefixStore | None:
+    """The store of `kv_store`, if it is set. Raises `ConfigError`."""
+    if (settings := config.kv_store) is None:
+        return None
+    folder = Path(settings.dir).expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(
+                f"kv_store.dir is {str(folder)!r}, which belongs to another user, or others can write to it; give it "
+                "to this user alone (mode 0700)"
+            )
+        fingerprint = store_fingerprint(config, model, memory, FileDigests(folder))
+        return PrefixStore(memory, folder, settings.bytes, fingerprint, _is_stored)
+    except (OSError, VmemError) as error:
+        raise ConfigError(f"kv_store cannot be used: {error}; set another dir, more bytes, or leave it out") from error
+
+
+def store_fingerprint(config: ResolvedConfig, model: LoadedModel, memory: KVMemory, digests: FileDigests) -> bytes:
+    """Of all that the content of a block depends on, beside its tokens and keys: weights and how they are loaded,
+    versions of Folio and its libraries, kernels, device, dtype and layout. Raises `OSError`."""
+    key = weight_key(config, digests.of, pools=model.pooling is not None)
+    device = model.module.device
+    parts = [
+        {name: value for name, value in key.place.items() if name != "model"},
+        key.version,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        [config.kv_dtype, config.attention, config.batch_invariant, memory.prefixes.unit_tokens],
+        [[group.layers, group.window_tokens, asdict(group.layout)] for group in memory.groups],
+    ]
+    return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=16).digest()
+
+
+def _is_stored(keys: Sequence[str]) -> bool:
+    """An adapter's name does not tell its weights: prefixes with one are not stored."""
+    return tuple(keys) != WARM_UP_KEYS and adapter_of(keys) is None

@@ -1,0 +1,108 @@
+"""Read ahead: prefixes of waiting requests are read from disk where that takes less time than computing them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from folio.app.engine.request.request import Request
+from folio.app.engine.schedule.preemption import PreemptionCostModel
+from folio.vmem.prefix.store.prefix_store import PrefixStore
+from folio.vmem.prefix.store.stored_prefixes import StoredPrefix
+
+# Bytes that are read for a request before they are installed, and requests for which that is done before they are the
+# queue's head: both bound the host memory that read prefixes take.
+_PART_BYTES, _MOST_READS = 64 << 20, 4
+# The queue's head waits for a part as long as computing it would take, within these bounds …
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.1, 3.0
+# … and for all parts together so long. A head that does not begin for some seconds more fails (`step_loop`).
+_MOST_WAIT_OF_HEAD_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    prefix: StoredPrefix
+    began: float
+    wait_s: float
+
+
+class ReadAhead:
+    """Reads of waiting requests' prefixes, part by part, each continued when the last part is installed.
+
+    Args:
+        store: of the memory's prefixes.
+        recovery: measures reads, and compares them with computing.
+        clock: the current time in seconds.
+    """
+
+    def __init__(
+        self,
+        store: PrefixStore,
+        recovery: PreemptionCostModel,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._store, self._recovery, self._clock = store, recovery, clock
+        self._reads: dict[Request, _Read] = {}
+        self._head: tuple[Request | None, float] = None, 0.0  # the queue's head, and since when
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._reads
+
+    def begin(self, request: Request, most_reads: int = _MOST_READS, least_units: int = 0) -> None:
+        """Begin to read a waiting request's prefix, if that is worth it and not too many are being read.
+
+        Args:
+            least_units: only what comes after so many cached units.
+        """
+        for ended in [other for other in self._reads if not other.sequences]:
+            self._reads.pop(ended).prefix.is_cancelled = True
+        sequence = request.sequences[0]
+        if request in self._reads or len(self._reads) >= most_reads or sequence.reads_whole_prompt:
+            return
+        prefix = self._store.prefixes.find(sequence.chain, sequence.token_ids, _PART_BYTES)
+        if prefix is None or prefix.first_units < least_units:
+            return
+        unit_tokens = sequence.chain.unit_tokens
+        num_before = prefix.first_units * unit_tokens
+        compute_s = self._recovery.compute_s(prefix.num_units * unit_tokens - num_before, num_before)
+        if self._recovery.read_s(prefix.num_bytes) <= compute_s:
+            self._store.read(prefix)
+            wait_s = min(max(compute_s, _LEAST_WAIT_S), _MOST_WAIT_S)
+            self._reads[request] = _Read(prefix, self._clock(), wait_s)
+
+    def is_awaited(self, request: Request, fits: Callable[[int], bool]) -> bool:
+        """Whether the queue's head should wait for its prefix. Installs what has been read.
+
+        Args:
+            fits: whether so many pages are free.
+        """
+        now = self._clock()
+        if request is not self._head[0]:
+            self._head = request, now
+            self.begin(request, _MOST_READS + 1)
+        if (read := self._reads.get(request)) is None:
+            return False
+        head_since, prefix = self._head[1], read.prefix
+        is_late = now > min(max(read.began, head_since) + read.wait_s, head_since + _MOST_WAIT_OF_HEAD_S)
+        if not prefix.is_done:
+            if not is_late:
+                return True
+            del self._reads[request]
+            prefix.is_cancelled = True
+            self._recovery.observe_read(prefix.num_bytes, now - read.began)
+            return False
+        if not fits(self._store.prefixes.pages_needed(prefix)):
+            return True
+        del self._reads[request]
+        if self._install(prefix) and not is_late:
+            self.begin(request, _MOST_READS + 1, least_units=prefix.num_units)
+        return request in self._reads
+
+    def _install(self, prefix: StoredPrefix) -> bool:
+        """Install what was read; whether all of it was intact, and is cached."""
+        began = self._clock()
+        if prefix.num_units == prefix.first_units or not self._store.prefixes.install(prefix):
+            return False
+        self._recovery.observe_read(prefix.num_bytes, prefix.seconds + self._clock() - began)
+        return prefix.is_intact

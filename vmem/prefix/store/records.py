@@ -1,0 +1,77 @@
+"""Records: the content of one unit's blocks in one layer group, as it is on disk.
+
+| home 0: block, block, … | home 1: block, block, … | padding to 4 KiB
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from folio.vmem.memory import KVMemory
+from folio.vmem.prefix.store.segment import ALIGNMENT
+
+
+class Records:
+    """Copies between blocks at home, and buffers on the host that files are written from and read into.
+
+    Attributes:
+        num_blocks: of each layer group, the blocks of a unit.
+        num_bytes: of each layer group, the bytes of a record.
+        on_host: the blocks are in the host's memory.
+    """
+
+    def __init__(self, memory: KVMemory) -> None:
+        groups, tensors = memory.groups, memory.tensors
+        unit_tokens = memory.prefixes.unit_tokens
+        self.num_blocks = [1 if g.is_state else unit_tokens // g.layout.block_tokens for g in groups]
+        self._words = [tensors.home_words(g) for g in range(len(groups))]
+        content = [
+            count * sum(8 * words.shape[1] for words in homes)
+            for count, homes in zip(self.num_blocks, self._words, strict=True)
+        ]
+        self.num_bytes = [-(-size // ALIGNMENT) * ALIGNMENT for size in content]
+        self.on_host = self._words[0][0].device.type == "cpu"
+        self._staging = self._pinned(max(self.num_bytes))
+
+    def copy_out(self, g: int, block_ids: Sequence[int]) -> Callable[[], memoryview]:
+        """Copy blocks, in the order of the device's work; returns a function that waits and returns the record, which
+        the next call overwrites."""
+        at = 0
+        for words in self._words[g]:
+            for block_id in block_ids:
+                self._copy(self._staging[at : at + words.shape[1]], words[block_id])
+                at += words.shape[1]
+        done = None if self.on_host else torch.cuda.current_stream().record_event()
+
+        def record() -> memoryview:
+            if done is not None:
+                done.synchronize()
+            return self._staging.numpy().data.cast("B")[: self.num_bytes[g]]
+
+        return record
+
+    def copy_in(self, g: int, record: memoryview, block_ids: Sequence[int]) -> None:
+        """Write blocks from a record, ahead of all later work of the device."""
+        content, at = torch.frombuffer(record, dtype=torch.int64), 0
+        for words in self._words[g]:
+            for block_id in block_ids:
+                self._copy(words[block_id], content[at : at + words.shape[1]])
+                at += words.shape[1]
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self.on_host:  # by numpy: torch would have its threads spin, which a step's need
+            np.copyto(target.numpy(), source.numpy())
+        else:
+            target.copy_(source, non_blocking=True)
+
+    def _pinned(self, num_bytes: int) -> torch.Tensor:
+        """An aligned buffer; pinned if a device copies to it, and the system allows it."""
+        if not self.on_host:
+            with suppress(RuntimeError):
+                return torch.zeros(num_bytes // 8, dtype=torch.int64, pin_memory=True)
+        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.int64)

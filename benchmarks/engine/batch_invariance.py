@@ -7,10 +7,10 @@ Equal: half of the requests are greedy and half have a seed. Each runs alone, th
 replica that takes it over: its prompt and the tokens so far are computed as one prompt. Then all run at once. The
 figures are shares of texts that equal the one of the request alone.
 
-Price: tokens per second with the mode over those without, both engines in one process, in turn. Decode: steps of 1 and
-16 sequences after prompts of 128 tokens, and of 4 after 1,024. Prefill: a prompt of 1,024 tokens.
+Price: tokens per second with the mode over those without: medians of pairs of steps, of both engines in one process in
+turn. Decode: steps of 1 and 16 sequences after prompts of 128 tokens, and of 4 after 1,024. Prefill: a prompt of 1,024.
 
---quick: few requests, one repeat.
+--quick: few requests and steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -38,20 +38,20 @@ MODES = ("default", "invariant")
 DECODES = {"decode1": (1, 128), "decode16": (16, 128), "decode4_long": (4, 1024)}
 PREFILL = 1024
 
-Rates = dict[str, dict[str, list[float]]]  # scenario → mode → of each repeat
+Seconds = dict[str, dict[str, list[float]]]  # scenario → mode → times
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Size of the measurements. `requests`: of each kind; `decoded`: tokens of a sequence whose time is measured."""
+    """Size of the measurements. `requests`: of each kind; `steps` and `prefills` of each engine are timed."""
 
-    requests: int = 24
+    requests: int = 16
     new_tokens: int = 64
-    repeats: int = 5
-    decoded: int = 32
+    steps: int = 100
+    prefills: int = 9
 
 
-QUICK = Sizes(requests=2, new_tokens=16, repeats=1, decoded=4)
+QUICK = Sizes(requests=2, new_tokens=16, steps=5, prefills=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,42 +105,51 @@ def measure_texts(llm: LLM, sizes: Sizes) -> dict[str, float]:
     return shares
 
 
-def rate(llm: LLM, num_prompts: int, prompt_tokens: int, new_tokens: int) -> float:
-    """Tokens per second of decode steps after the prompts, or without new tokens those of the prompts."""
-    engine = llm.engine
-    rng, params = (
-        random.Random(time.time_ns()),
-        SamplingParams(max_tokens=new_tokens + 2, temperature=0.0, ignore_eos=True),
-    )
-    begun: set[str] = set()
-    start = time.perf_counter()
+def begin(llm: LLM, num_prompts: int, prompt_tokens: int) -> None:
+    """Compute random prompts, up to the first token of the last one."""
+    engine, begun = llm.engine, set[str]()
+    rng, params = random.Random(time.time_ns()), SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
     for i in range(num_prompts):
         engine.submit(str(i), rng.choices(range(1000, 40_000), k=prompt_tokens), params)
     while len(begun) < num_prompts:
         begun |= {delta.request_id for delta in engine.step() if delta.token_ids}
-    if not new_tokens:
-        seconds = time.perf_counter() - start
-        engine.cancel_all()
-        return num_prompts * prompt_tokens / seconds
-    start, count = time.perf_counter(), 0
-    while engine.has_work:
-        count += sum(len(delta.token_ids) for delta in engine.step())
-    return count / (time.perf_counter() - start)
 
 
-def measure_rates(llms: Mapping[str, LLM], sizes: Sizes) -> tuple[dict[str, float], Rates]:
-    """Ratio of each scenario's tokens per second, with the mode over without; and all rates."""
-    scenarios: dict[str, Callable[[LLM], float]] = {
-        name: partial(rate, num_prompts=count, prompt_tokens=length, new_tokens=sizes.decoded)
-        for name, (count, length) in DECODES.items()
-    }
-    scenarios["prefill"] = partial(rate, num_prompts=1, prompt_tokens=PREFILL, new_tokens=0)
-    ratios: dict[str, float] = {}
-    rates: Rates = {}
-    for name, measure in scenarios.items():
-        found = harness.alternate({mode: partial(measure, llm) for mode, llm in llms.items()}, sizes.repeats)
-        ratios[name], rates[name] = harness.median_ratio(found["invariant"], found["default"]), found
-    return ratios, rates
+def end(llm: LLM) -> None:
+    llm.engine.cancel_all()
+    while llm.engine.has_work:
+        llm.engine.step()
+
+
+def decode_seconds(llms: Mapping[str, LLM], num_prompts: int, prompt_tokens: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of decode steps, one of each engine in turn."""
+    seconds: dict[str, list[float]] = {mode: [] for mode in llms}
+    for llm in llms.values():
+        begin(llm, num_prompts, prompt_tokens)
+    for _ in range(steps):
+        for mode, llm in llms.items():
+            start = time.perf_counter()
+            llm.engine.step()
+            seconds[mode].append(time.perf_counter() - start)
+    for llm in llms.values():
+        end(llm)
+    return seconds
+
+
+def prefill_seconds(llm: LLM) -> float:
+    start = time.perf_counter()
+    begin(llm, 1, PREFILL)
+    seconds = time.perf_counter() - start
+    end(llm)
+    return seconds
+
+
+def measure_speed(llms: Mapping[str, LLM], sizes: Sizes) -> tuple[dict[str, float], Seconds]:
+    """Ratio of each scenario's tokens per second, with the mode over without; and all times."""
+    seconds = {name: decode_seconds(llms, *scenario, sizes.steps) for name, scenario in DECODES.items()}
+    prefills = {mode: partial(prefill_seconds, llm) for mode, llm in llms.items()}
+    seconds["prefill"] = harness.alternate(prefills, sizes.prefills)
+    return {name: harness.median_ratio(of["default"], of["invariant"]) for name, of in seconds.items()}, seconds
 
 
 def main() -> None:
@@ -150,7 +159,7 @@ def main() -> None:
     if file is None:
         raise SystemExit("the model is not there")
     figures: dict[str, float] = {}
-    raw: dict[str, Rates] = {}
+    raw: dict[str, Seconds] = {}
     with tempfile.TemporaryDirectory() as folder:
         real_models.write_dequantised(file, Path(folder))
         for form, model in (("packed", str(file)), ("bfloat16", folder)):
@@ -161,13 +170,14 @@ def main() -> None:
                     )
                     for mode in MODES
                 }
+                ratios, raw[form] = measure_speed(llms, sizes)
+                print(form, ratios, flush=True)
+                figures |= {f"{form}_{name}_vs_default": ratio for name, ratio in ratios.items()}
                 for mode, llm in llms.items():
                     harness.note_engine(llm)
                     shares = measure_texts(llm, sizes)
                     print(form, mode, shares, flush=True)
                     figures |= {f"{form}_{name}_equal_{mode}": share for name, share in shares.items()}
-                ratios, raw[form] = measure_rates(llms, sizes)
-                figures |= {f"{form}_{name}_vs_default": ratio for name, ratio in ratios.items()}
     for key, value in figures.items():
         print(f"{key:45} {value:.3f}")
     harness.finish("batch_invariance", args, figures, raw)

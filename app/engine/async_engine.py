@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from folio.app.config.engine import EngineConfig
@@ -19,6 +19,7 @@ from folio.app.engine.driver import STOPPED, Act, EngineDriver, Stream
 from folio.app.engine.engine import Begin, Engine
 from folio.app.engine.lora.source import AdapterSource, files_version, folder_below
 from folio.app.engine.model.device import resolve
+from folio.app.engine.model.fingerprints import Fingerprints
 from folio.app.engine.model.loader import read_weights
 from folio.app.engine.model.pooling import Pooling
 from folio.app.engine.ranks.processes import Launch, spawn_ranks
@@ -29,7 +30,7 @@ from folio.app.engine.request.faults import start_error
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.engine.schedule.load_report import MOST_KEYS, Activity
 from folio.app.engine.speculation import SpeculationCounts
-from folio.app.engine.startup import Fingerprints, PeerPrefixes, fingerprints, get_ready, hot_prefixes
+from folio.app.engine.startup import PeerPrefixes, get_ready, hot_prefixes
 from folio.app.engine.step.parts import Admit
 from folio.app.engine.step.step_thread import StepThread
 from folio.app.engine.step.watch import EngineWatch
@@ -142,10 +143,15 @@ class AsyncEngine:
     def start_times(self) -> StartTimes:
         return self._engine.start_times
 
-    @cached_property
+    @property
     def fingerprints(self) -> Fingerprints:
-        """See `folio.app.engine.startup.fingerprints`."""
-        return fingerprints(self._engine.config, self._engine.model)
+        """See `folio.app.engine.model.fingerprints`."""
+        return self._engine.fingerprints()
+
+    @property
+    def held_at(self) -> str:
+        """Where other engines get what this one has begun, see `EngineRequest.held_at`."""
+        return "" if self._engine.handover is None else self._engine.handover.giver.address
 
     def hot_prefixes(self) -> list[CachedPrefix]:
         """Prefixes that a new peer engine should compute. Raises `UnavailableError` once the engine has stopped."""

@@ -9,21 +9,15 @@ a request with each way of sampling; decode graphs are captured.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
-from folio.app.config.added_model import files_sample
-from folio.app.config.engine import EngineConfig
 from folio.app.engine.engine import Engine
 from folio.app.engine.memory.kv_store import WARM_UP_KEYS
-from folio.app.engine.model.loader import LoadedModel
 from folio.app.engine.ranks.variants import run_variants
 from folio.app.engine.request.engine_request import EngineRequest
 from folio.app.engine.request.faults import kernel_errors_as_config_errors
@@ -31,8 +25,6 @@ from folio.app.engine.request.pooled import PoolingParams
 from folio.app.engine.request.prefix_keys import adapter_of
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.errors import RequestError, UnavailableError
-from folio.app.models.builtin import resolve_model
-from folio.app.models.weights.key import weight_files
 from folio.vmem import CachedPrefix, IntegrityError
 
 logger = logging.getLogger(__name__)
@@ -103,7 +95,7 @@ def get_ready(engine: Engine, prefixes_of_others: PeerPrefixes | None) -> None:
         warm_up(engine)
         logger.info("model %s is warmed up (%.1f s)", config.model, times.warm_up_s)
     if prefixes_of_others is not None and config.prefix_cache and config.restore_prefixes_s:
-        reports = prefixes_of_others(fingerprints(config, engine.model).prefixes)
+        reports = prefixes_of_others(engine.fingerprints().prefixes)
         if any(reports):
             logger.info("%s", warm_prefixes(engine, reports, config.restore_prefixes_s))
         times.lap("prefixes_s")
@@ -223,41 +215,6 @@ def warm_up_rounds(
             ]
         )
     return prompts
-
-
-class Fingerprints(NamedTuple):
-    """What other engines compare with theirs.
-
-    Attributes:
-        prefixes: of all that gives token ids and prefix keys their meaning. Engines exchange prefixes only when it is
-            equal; weights may differ, because prefixes are computed anew.
-        outputs: also of the weights and their precision. Outputs that one engine has begun continue only at engines
-            with the same.
-    """
-
-    prefixes: str
-    outputs: str
-
-
-def fingerprints(config: EngineConfig, model: LoadedModel) -> Fingerprints:
-    """The fingerprints of an engine. Reads samples of the weight files."""
-    tokenizer = model.tokenizer
-    common = [
-        config.model,
-        model.module.config.model_type,
-        model.vocab_size,
-        config.isolate_tenants,
-        None if tokenizer is None else [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template],
-    ]
-    try:
-        weights = files_sample(weight_files(resolve_model(config.model))) if config.load_format == "auto" else ""
-    except OSError:  # they have been removed since
-        weights = ""
-    precision = [str(model.dtype), config.quantization, config.kv_dtype, config.batch_invariant]
-    more = [*common, *precision, config.load_format, weights]
-    return Fingerprints(
-        *(hashlib.blake2b(json.dumps(of).encode(), digest_size=16).hexdigest() for of in (common, more))
-    )
 
 
 def hot_prefixes(engine: Engine) -> list[CachedPrefix]:

@@ -41,7 +41,8 @@ class Departures:
         self._calls: dict[str, set[PlacedCall]] = {}  # by replica
         self._present: set[str] = set()
         self._left: dict[str, None] = {}  # the latest is the last
-        self._outputs: dict[str, Mapping[str, str]] = {}  # by replica: each model's fingerprint
+        # By replica: of each model the fingerprint of its outputs, and where their blocks are.
+        self._outputs: dict[str, Mapping[str, tuple[str, str]]] = {}
 
     def update(self, before: Collection[str], now: Collection[str]) -> None:
         """Take a router's replicas, before a change and after it."""
@@ -57,8 +58,9 @@ class Departures:
                 self._outputs.pop(oldest, None)
             self._end_calls()
 
-    def note_outputs(self, replica: str, outputs: Mapping[str, str]) -> None:
-        """Take the fingerprints of a replica's models, the first model's first; empty while one is not loaded."""
+    def note_outputs(self, replica: str, outputs: Mapping[str, tuple[str, str]]) -> None:
+        """Take of a replica's models, the first one first, the fingerprint of the outputs, and where others get their
+        blocks (`EngineRequest.held_at`); empty while the model is not loaded."""
         with self._lock:
             if self._outputs.get(replica) != outputs:
                 self._outputs[replica] = outputs
@@ -70,8 +72,12 @@ class Departures:
         first, second = (self._outputs.get(name) for name in (begun_by, replica))
         if first is None or second is None:
             return first is None
-        one, other = (outputs.get(model or next(iter(outputs), "")) for outputs in (first, second))
+        (one, _), (other, _) = (_of_model(outputs, model) for outputs in (first, second))
         return not (one and other) or one == other
+
+    def held_at(self, replica: str, model: str) -> str:
+        """Where others get the blocks of a model's requests at a replica; empty if nowhere."""
+        return _of_model(self._outputs.get(replica, {}), model)[1]
 
     def place(self, call: PlacedCall) -> PlacedCall:
         """Note a call at the replica that has begun it, until `remove`."""
@@ -98,6 +104,10 @@ class Departures:
                 if not call.is_leaving and any(others):
                     call.is_leaving = True
                     call.loop.call_soon_threadsafe(call.leave)
+
+
+def _of_model(outputs: Mapping[str, tuple[str, str]], model: str) -> tuple[str, str]:
+    return outputs.get(model or next(iter(outputs), ""), ("", ""))
 
 
 def _of_this_process() -> Departures:

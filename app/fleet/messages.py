@@ -150,13 +150,16 @@ class HostedModel:
 
 
 def reports_as_stats(
-    reports: Mapping[str, ReplicaReport], outputs: Mapping[str, str], start_s: float, is_draining: bool = False
+    reports: Mapping[str, ReplicaReport],
+    outputs: Mapping[str, tuple[str, str]],
+    start_s: float,
+    is_draining: bool = False,
 ) -> dict[str, Any]:
     """A replica's report of each model, at least one, in plain types: Serve's controller, on the way, does not import
     Folio.
 
     Args:
-        outputs: fingerprint of each model's outputs; empty while it is unknown.
+        outputs: see `Departures.note_outputs`.
         start_s: seconds that the replica's start took.
         is_draining: its calls are to move to others.
     """

@@ -16,7 +16,7 @@ from typing import Literal
 from folio.app.engine.request.engine_request import BegunOutput
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import DeadlineError, ModelUnavailableError, NoReplicaError, OverloadedError, UnavailableError
-from folio.app.fleet.departures import CallMovedError
+from folio.app.fleet.departures import DEPARTURES, CallMovedError
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
 from folio.app.fleet.overload import LoadShedder
 
@@ -41,7 +41,7 @@ Reason = Literal["unavailable", "overloaded", "continued", "moved"]
 
 class DeliveredOutputs:
     """What a caller has of its call's outputs: 4 bytes a token, from which another replica continues. `begun_by`: the
-    first replica.
+    first replica; `held_by`: the latest.
 
     Args:
         params: with a seed, from which alone the noise of every replica follows.
@@ -53,11 +53,12 @@ class DeliveredOutputs:
         self._given = given or [BegunOutput(index, ()) for index in range(params.n)]
         self._left = {output.index: array("i", output.token_ids) for output in self._given}
         self._num_cached_tokens: int | None = None  # `None`: nothing is delivered
-        self.begun_by = ""
+        self.begun_by = self.held_by = ""
         self.is_continued = False
 
     def note(self, piece: Piece) -> Piece:
         """Note a piece before it is delivered; returns it with the cached tokens that the first replica has found."""
+        self.held_by = piece.replica
         if piece.finish_reason is not None:
             self._left.pop(piece.index, None)
         else:
@@ -147,6 +148,7 @@ class CallRetries:
             stopped=self._stopped,
             begun=begun,
             begun_by=self._delivered.begun_by,
+            held_at=DEPARTURES.held_at(self._delivered.held_by, self._call.model) if begun else "",
         )
 
     def delivered(self, piece: Piece) -> Piece:

@@ -26,13 +26,14 @@ _OF_ONE = frozenset({"made_at", "unit_tokens", "keys", "changes", "stride", "key
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """One model of a replica. `memory`: `None` without an engine; `outputs`: its fingerprint
-    (`folio.app.engine.startup.Fingerprints`), empty without an engine."""
+    """One model of a replica. Without an engine `memory` is `None`, and these are empty: `outputs`, the fingerprint of
+    the model's outputs, and `held_at`, where others get the blocks of requests (`EngineRequest.held_at`)."""
 
     status: ModelStatus
     load: ReplicaReport
     memory: MemoryReport | None = None
     outputs: str = ""
+    held_at: str = ""
 
     @property
     def name(self) -> str:
@@ -54,6 +55,11 @@ class ReplicaStatus:
     models: tuple[ModelReport, ...]
     device: DeviceStatus | None = None
     gpu: GpuMemory | None = None
+
+    @property
+    def outputs(self) -> dict[str, tuple[str, str]]:
+        """What routers compare of each model: see `Departures.note_outputs`."""
+        return {model.name: (model.outputs, model.held_at) for model in self.models}
 
     @property
     def load(self) -> ReplicaReport:

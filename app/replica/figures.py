@@ -31,7 +31,7 @@ def replica_status(shelf: Shelf, name: str, *, most_keys: int = 0) -> ReplicaSta
         if (engine := engines.get(status.name)) is not None:
             with suppress(UnavailableError):
                 load, memory = engine.load(most_keys=most_keys), engine.report()
-                report = ModelReport(status, load, memory, engine.fingerprints.outputs)
+                report = ModelReport(status, load, memory, engine.fingerprints.outputs, engine.held_at)
         models.append(report)
     ready_s = sum(engine.start_times.ready_s for engine in engines.values())
     return ReplicaStatus(name, ready_s, tuple(models), shelf.device_status(), shelf.gpu_memory())

@@ -313,8 +313,8 @@ class EngineReplica:
         most_keys = self._most_keys // max(len(engines), 1)
         status = await _run_in_thread(partial(self._status, most_keys=most_keys))
         self._meter.note(status, engines)
-        outputs, start_s = {model.name: model.outputs for model in status.models}, self._ready_at - self._begun_at
-        return reports_as_stats(reports_for_routers(status.models, status.device), outputs, start_s, self._is_draining)
+        reports, start_s = reports_for_routers(status.models, status.device), self._ready_at - self._begun_at
+        return reports_as_stats(reports, status.outputs, start_s, self._is_draining)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `KVAwareScaling`. Called by Serve if the deployment has an `autoscaling_config`."""

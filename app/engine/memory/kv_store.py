@@ -1,4 +1,4 @@
-"""KV store: opens the store of an engine's cached prefixes on disk."""
+"""KV store: opens the store of an engine's cached prefixes on disk, and their handover to other processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from folio.app import VERSION
 from folio.app.config.engine import ResolvedConfig
 from folio.app.engine.model.loader import LoadedModel
 from folio.app.engine.request.prefix_keys import adapter_of
@@ -19,7 +21,9 @@ from folio.app.errors import ConfigError
 from folio.app.models.weights.file_digests import FileDigests
 from folio.app.models.weights.key import weight_key
 from folio.vmem import KVMemory, VmemError
+from folio.vmem.prefix.store.handover import PrefixGiver, PrefixReceiver
 from folio.vmem.prefix.store.prefix_store import PrefixStore
+from folio.vmem.prefix.store.records import Records
 
 # Keys of the warm-up's prefixes. No request has them, so that no request finds these prefixes in the cache.
 WARM_UP_KEYS = ("warm-up",)
@@ -42,6 +46,38 @@ def open_store(config: ResolvedConfig, model: LoadedModel, memory: KVMemory) -> 
         return PrefixStore(memory, folder, settings.bytes, fingerprint, _is_stored)
     except (OSError, VmemError) as error:
         raise ConfigError(f"kv_store cannot be used: {error}; set another dir, more bytes, or leave it out") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Cached prefixes from and to other processes of this machine."""
+
+    giver: PrefixGiver
+    receiver: PrefixReceiver
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.giver.close()
+
+
+def open_handover(config: ResolvedConfig, memory: KVMemory, outputs: Callable[[], str]) -> Handover | None:
+    """The handover of an engine's prefixes; `None` with several ranks, each of which has a share, and without a prefix
+    cache.
+
+    Args:
+        outputs: returns the fingerprint of the engine's outputs.
+    """
+    if config.tensor_parallel_size > 1 or not memory.prefixes.enabled:
+        return None
+    records = Records(memory)
+
+    def fingerprint() -> str:
+        layouts = [[group.layers, group.window_tokens, asdict(group.layout)] for group in memory.groups]
+        parts = [outputs(), VERSION, config.device, memory.prefixes.unit_tokens, layouts]
+        return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=16).hexdigest()
+
+    known = cache(fingerprint)
+    return Handover(PrefixGiver(memory, records, known, _is_stored), PrefixReceiver(memory, records, known))
 
 
 def store_fingerprint(config: ResolvedConfig, model: LoadedModel, memory: KVMemory, digests: FileDigests) -> bytes:

@@ -50,6 +50,7 @@ class EngineRequest:
         pooling: return a vector of the prompt, and generate nothing.
         prefix_keys: keys of its prefixes (`folio.app.engine.request.prefix_keys`), instead of those that follow from
             salt, adapter and tenant.
+        held_at: where the engine that has begun it offers its blocks: `folio.vmem.prefix.store.handover`.
         begun: all outputs of the request that have not ended, if another engine has begun it. They continue where they
             are, with `params.seed`; nothing is delivered a second time. Empty: the request begins here.
     """
@@ -69,6 +70,7 @@ class EngineRequest:
     expected_cached_tokens: int | None = None
     pooling: PoolingParams | None = None
     prefix_keys: tuple[str, ...] | None = None
+    held_at: str = ""
     begun: tuple[BegunOutput, ...] = ()
 
 

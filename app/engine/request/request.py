@@ -29,6 +29,7 @@ class Request:
         deadline: when the request ends with an error, by `time.monotonic`.
         due: prompts of a priority are computed in this order, see `Scheduler`.
         sequences: those that have not ended.
+        held_at: where another process that has begun it offers its blocks (`PrefixGiver.address`); empty: nowhere.
         one_by_one: memory has been too small for all sequences: each begins when it fits beside those that run.
         swapped: blocks in host memory, of the sequences in `swapped_sequences`.
     """
@@ -43,6 +44,7 @@ class Request:
     deadline: float = math.inf
     due: float = 0.0
     sequences: list[Sequence] = field(default_factory=list)
+    held_at: str = ""
     one_by_one: bool = False
     swapped: SwappedGroup | None = None
     swapped_sequences: list[Sequence] = field(default_factory=list)

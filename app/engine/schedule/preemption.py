@@ -6,7 +6,7 @@ import logging
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from folio.vmem import KVMemory, OutOfPages, OutOfSwap, SequenceMemory, StepDema
 logger = logging.getLogger(__name__)
 
 PreemptionMode = Literal["swap", "recompute"]
+# Where a prefix is read from that is not cached.
+ReadFrom = Literal["disk", "process"]
 
 # An observation counts half after this many more.
 _HALF_LIFE = 200
@@ -100,7 +102,8 @@ class PreemptionCostModel:
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
         self._step = LinearCost(_STEP_SCALES)
-        self._swap, self._read = LinearCost((1.0, 1e6)), LinearCost((1.0, 1e6))
+        self._swap = LinearCost((1.0, 1e6))
+        self._reads = {source: LinearCost((1.0, 1e6)) for source in get_args(ReadFrom)}
 
     def observe_step(self, num_tokens: int, num_attended: int, seconds: float, *, verifies: bool = False) -> None:
         """Note the time of a step; `verifies`: it had draft tokens."""
@@ -114,13 +117,13 @@ class PreemptionCostModel:
         """Note the time to copy blocks out and in and to map them again."""
         self._swap.observe((1.0, num_bytes), seconds)
 
-    def observe_read(self, num_bytes: int, seconds: float) -> None:
-        """Note the time to read blocks from disk and to install them."""
-        self._read.observe((1.0, num_bytes), seconds)
+    def observe_read(self, source: ReadFrom, num_bytes: int, seconds: float) -> None:
+        """Note the time to read blocks and to install them."""
+        self._reads[source].observe((1.0, num_bytes), seconds)
 
-    def read_s(self, num_bytes: int) -> float:
-        """Expected time to read blocks from disk and to install them; 0 before the first time."""
-        return self._read.seconds((1.0, num_bytes))
+    def read_s(self, source: ReadFrom, num_bytes: int) -> float:
+        """Expected time to read blocks and to install them; 0 before the first time."""
+        return self._reads[source].seconds((1.0, num_bytes))
 
     @property
     def step_times(self) -> StepTimes:

@@ -1,15 +1,18 @@
-"""Read ahead: prefixes of waiting requests are read from disk where that takes less time than computing them."""
+"""Read ahead: prefixes of waiting requests are read from disk, or fetched from the process that has begun the request,
+where that takes less time than computing them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from folio.app.engine.request.request import Request
-from folio.app.engine.schedule.preemption import PreemptionCostModel
+from folio.app.engine.schedule.preemption import PreemptionCostModel, ReadFrom
+from folio.vmem.prefix.store.handover import PrefixReceiver
+from folio.vmem.prefix.store.installer import FoundPrefix, PrefixInstaller
 from folio.vmem.prefix.store.prefix_store import PrefixStore
-from folio.vmem.prefix.store.stored_prefixes import StoredPrefix
 
 # Bytes that are read for a request before they are installed, and requests for which that is done before they are the
 # queue's head: both bound the host memory that read prefixes take.
@@ -21,8 +24,19 @@ _MOST_WAIT_OF_HEAD_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a request's prefix may come from. `start`: begins to read a found prefix."""
+
+    name: ReadFrom
+    find: Callable[[], FoundPrefix | None]
+    start: Callable[[FoundPrefix], None]
+    installer: PrefixInstaller
+
+
+@dataclass(frozen=True, slots=True)
 class _Read:
-    prefix: StoredPrefix
+    source: _Source
+    prefix: FoundPrefix
     began: float
     wait_s: float
 
@@ -31,18 +45,20 @@ class ReadAhead:
     """Reads of waiting requests' prefixes, part by part, each continued when the last part is installed.
 
     Args:
-        store: of the memory's prefixes.
+        store: of the memory's prefixes; `None`: there is none.
+        receiver: of prefixes from other processes; `None`: these are computed.
         recovery: measures reads, and compares them with computing.
         clock: the current time in seconds.
     """
 
     def __init__(
         self,
-        store: PrefixStore,
+        store: PrefixStore | None,
+        receiver: PrefixReceiver | None,
         recovery: PreemptionCostModel,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._store, self._recovery, self._clock = store, recovery, clock
+        self._store, self._receiver, self._recovery, self._clock = store, receiver, recovery, clock
         self._reads: dict[Request, _Read] = {}
         self._head: tuple[Request | None, float] = None, 0.0  # the queue's head, and since when
 
@@ -55,21 +71,23 @@ class ReadAhead:
         Args:
             least_units: only what comes after so many cached units.
         """
+        if (source := self._source(request)) is None:
+            return
         for ended in [other for other in self._reads if not other.sequences]:
             self._reads.pop(ended).prefix.is_cancelled = True
         sequence = request.sequences[0]
         if request in self._reads or len(self._reads) >= most_reads or sequence.reads_whole_prompt:
             return
-        prefix = self._store.prefixes.find(sequence.chain, sequence.token_ids, _PART_BYTES)
+        prefix = source.find()
         if prefix is None or prefix.first_units < least_units:
             return
         unit_tokens = sequence.chain.unit_tokens
         num_before = prefix.first_units * unit_tokens
         compute_s = self._recovery.compute_s(prefix.num_units * unit_tokens - num_before, num_before)
-        if self._recovery.read_s(prefix.num_bytes) <= compute_s:
-            self._store.read(prefix)
+        if self._recovery.read_s(source.name, prefix.num_bytes) <= compute_s:
+            source.start(prefix)
             wait_s = min(max(compute_s, _LEAST_WAIT_S), _MOST_WAIT_S)
-            self._reads[request] = _Read(prefix, self._clock(), wait_s)
+            self._reads[request] = _Read(source, prefix, self._clock(), wait_s)
 
     def is_awaited(self, request: Request, fits: Callable[[int], bool]) -> bool:
         """Whether the queue's head should wait for its prefix. Installs what has been read.
@@ -90,19 +108,32 @@ class ReadAhead:
                 return True
             del self._reads[request]
             prefix.is_cancelled = True
-            self._recovery.observe_read(prefix.num_bytes, now - read.began)
+            self._recovery.observe_read(read.source.name, prefix.num_bytes, now - read.began)
             return False
-        if not fits(self._store.prefixes.pages_needed(prefix)):
+        if not fits(read.source.installer.pages_needed(prefix)):
             return True
         del self._reads[request]
-        if self._install(prefix) and not is_late:
+        request.held_at = ""  # it has been asked
+        if self._install(read) and not is_late:
             self.begin(request, _MOST_READS + 1, least_units=prefix.num_units)
         return request in self._reads
 
-    def _install(self, prefix: StoredPrefix) -> bool:
+    def _source(self, request: Request) -> _Source | None:
+        sequence = request.sequences[0]
+        if self._receiver is not None and request.held_at:
+            receiver = self._receiver
+            find = partial(receiver.find, sequence.chain, sequence.token_ids)
+            return _Source("process", find, partial(receiver.read, address=request.held_at), receiver)
+        if self._store is None:
+            return None
+        prefixes = self._store.prefixes
+        find = partial(prefixes.find, sequence.chain, sequence.token_ids, _PART_BYTES)
+        return _Source("disk", find, self._store.read, prefixes)
+
+    def _install(self, read: _Read) -> bool:
         """Install what was read; whether all of it was intact, and is cached."""
-        began = self._clock()
-        if prefix.num_units == prefix.first_units or not self._store.prefixes.install(prefix):
+        began, prefix = self._clock(), read.prefix
+        if prefix.num_units == prefix.first_units or not read.source.installer.install(prefix):
             return False
-        self._recovery.observe_read(prefix.num_bytes, prefix.seconds + self._clock() - began)
+        self._recovery.observe_read(read.source.name, prefix.num_bytes, prefix.seconds + self._clock() - began)
         return prefix.is_intact

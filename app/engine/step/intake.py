@@ -217,6 +217,7 @@ class RequestValidator:
         request = Request(
             request_id, params, asked.priority, next(self._arrivals), asked.adapter, tenant, selection=selection
         )
+        request.held_at = asked.held_at
         prompt, turn = list(asked.prompt_token_ids), asked.turn
         num_forks = 0 if begun else params.num_sequences - 1
         if not begun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from functools import cache, partial
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine.device.charges import DeviceCharges
@@ -13,9 +14,10 @@ from folio.app.engine.execution.work_queue import ThreadQueue
 from folio.app.engine.lora.source import AdapterSource
 from folio.app.engine.memory.footprint import Footprint
 from folio.app.engine.memory.kv_plan import build_memory
-from folio.app.engine.memory.kv_store import open_store
+from folio.app.engine.memory.kv_store import open_handover, open_store
 from folio.app.engine.memory.memory_profile import DevicePlan, plan_device
 from folio.app.engine.model.device import resolve
+from folio.app.engine.model.fingerprints import fingerprints
 from folio.app.engine.model.vocabulary import Vocabulary
 from folio.app.engine.ranks.adapter_store import AdapterStore
 from folio.app.engine.ranks.executor import Executor
@@ -116,6 +118,10 @@ class EngineParts:
         if self.store is not None:
             undo.callback(self.store.close)
             self.start_times.lap("store_s")
+        self.fingerprints = cache(partial(fingerprints, config, self.model))
+        self.handover = open_handover(config, self.memory, lambda: self.fingerprints().outputs)
+        if self.handover is not None:
+            undo.callback(self.handover.close)
         self.recovery = PreemptionCostModel(config.max_num_batched_tokens)
         draft, every = None, [executor.graphs]
         if self.speculation is not None:
@@ -138,7 +144,7 @@ class EngineParts:
             policy=config.preemption,
             fair_tenants=config.fair_tenants,
             max_mixed_step_s=math.inf if config.max_mixed_step_s is None else config.max_mixed_step_s,
-            reads=None if self.store is None else ReadAhead(self.store, self.recovery),
+            reads=ReadAhead(self.store, None if self.handover is None else self.handover.receiver, self.recovery),
         )
         self.adapters = AdapterStore(
             config.adapters,

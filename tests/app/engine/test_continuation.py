@@ -113,6 +113,28 @@ def test_forks_end_as_undisturbed(name: str, parent: str, engine: Engine) -> Non
             assert outcome([*undisturbed[: int(number)], *rest]) == outcome(undisturbed), (fork, number)
 
 
+@pytest.mark.parametrize("held_at", ["there", "nowhere", ""])
+def test_its_blocks_come_from_the_engine_that_has_begun_it(held_at: str, make_engine: MakeEngine) -> None:
+    """And nothing is computed twice but the last unit's tokens; without them, everything is."""
+    first, second = make_engine("builtin", dtype="float32"), make_engine("builtin", dtype="float32")
+    prompt = first.model.tokenizer(PROMPT * 8)["input_ids"]
+    params = SamplingParams(max_tokens=120, ignore_eos=True, **SEEDED)
+    first.submit("request", prompt, params)
+    deltas: list[Delta] = []
+    while len(deltas) < 60:
+        deltas += first.step()
+    request = EngineRequest("request", prompt, params, begun=left_of(deltas, params))
+    assert first.handover is not None
+    address = first.handover.giver.address if held_at == "there" else held_at
+    second.recovery.observe_step(100, 0, 10.0)  # computing is known to take long
+    second.prepare(replace(request, held_at=address))("elsewhere")
+    rest = run(second)["elsewhere"]
+    cached = (len(prompt) + 60) // second.memory.prefixes.unit_tokens * second.memory.prefixes.unit_tokens
+    assert rest[0].num_cached_tokens == (min(cached, len(prompt) + 59) if held_at == "there" else 0)
+    undisturbed = deltas + run(first)["request"]
+    assert outcome([*deltas, *rest]) == outcome(undisturbed)
+
+
 @pytest.mark.parametrize(
     ("params", "output"),
     [

@@ -165,7 +165,7 @@ def test_what_is_computed_sooner_is_not_read(llama: Path, tmp_path: Path) -> Non
         ask(first)
     with engine(llama, tmp_path) as second:
         second.recovery.observe_step(16, 1000, 1e-6)
-        second.recovery.observe_read(1 << 10, 100.0)
+        second.recovery.observe_read("disk", 1 << 10, 100.0)
         assert ask(second)[0] == 0
         assert second.store is not None
         assert second.store.counts.read == 0
@@ -218,7 +218,7 @@ def test_prefixes_are_read_part_by_part(llama: Path, tmp_path: Path, monkeypatch
         assert second.store is not None
         sizes: list[int] = []
         real = second.store.read
-        monkeypatch.setattr(second.recovery, "read_s", lambda num_bytes: 0.0)
+        monkeypatch.setattr(second.recovery, "read_s", lambda *_: 0.0)
         monkeypatch.setattr(second.store, "read", lambda prefix: (sizes.append(prefix.num_units), real(prefix)))
         assert ask(second) == (192, expected)
         assert len(sizes) > 1
@@ -297,9 +297,9 @@ def test_a_folder_of_others_is_refused(llama: Path, tmp_path: Path) -> None:
 
 def test_reads_are_compared_with_computing() -> None:
     costs = PreemptionCostModel(1024)
-    assert costs.read_s(1 << 20) == 0  # tried once
-    costs.observe_read(1 << 20, 0.5)
-    assert costs.read_s(1 << 20) == pytest.approx(0.5, rel=1e-3)
+    assert costs.read_s("disk", 1 << 20) == 0  # tried once
+    costs.observe_read("disk", 1 << 20, 0.5)
+    assert costs.read_s("disk", 1 << 20) == pytest.approx(0.5, rel=1e-3)
     assert costs.cost([(100, 0)], 0).recompute_s == costs.compute_s(100, 0)
 
 

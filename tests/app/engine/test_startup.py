@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import AsyncEngine, SamplingParams
 from folio.app.engine.engine import Engine
+from folio.app.engine.model.fingerprints import fingerprints
 from folio.app.engine.model.loader import load_model
 from folio.app.engine.report import StartTimes, process_age_s
 from folio.app.engine.request.delta import Delta
@@ -25,7 +26,6 @@ from folio.app.engine.sampling.params import ReasoningBudget, Structure
 from folio.app.engine.startup import (
     SAMPLED,
     STRUCTURED,
-    fingerprints,
     hot_prefixes,
     merge_hot_prefixes,
     warm_prefixes,

@@ -42,17 +42,18 @@ async def test_calls_stay_until_there_is_a_replica_with_their_model() -> None:
     """Replicas of an update may have another one, and a new replica has not reported yet."""
     departures = Departures()
     departures.update([], ["old", "new"])
-    departures.note_outputs("old", {"m": "1", "n": "2"})
+    departures.note_outputs("old", {"m": ("1", "there"), "n": ("2", "")})
     departures.update(["old", "new"], ["new"])
     first, other = a_call(departures, "old"), a_call(departures, "old", "n")
     assert not await left(departures, *first)
-    departures.note_outputs("new", {"m": "3", "n": ""})  # which is not loaded
+    departures.note_outputs("new", {"m": ("3", ""), "n": ("", "")})  # which is not loaded
     assert not await left(departures, *first)
     assert await left(departures, *other)
-    departures.note_outputs("new", {"m": "1"})
+    departures.note_outputs("new", {"m": ("1", "here")})
     assert await left(departures, *first)
     assert departures.may_continue("unknown", "m", "new")
     assert not departures.may_continue("old", "m", "silent")
+    assert [departures.held_at(name, "") for name in ("old", "new", "silent")] == ["there", "here", ""]
 
 
 async def test_output_that_comes_later_leaves_at_once() -> None:

@@ -10,10 +10,10 @@ from tests.app.fleet.reports import IDLE
 
 def test_a_report_of_another_version_is_none() -> None:
     reports = {"m": IDLE, "n": replace(IDLE, made_at=1.0)}
-    stats = reports_as_stats(reports, {"m": "f"}, 2.5)
+    stats = reports_as_stats(reports, {"m": ("f", "at")}, 2.5)
     assert stats == {
         "start_s": 2.5,
-        "outputs": {"m": "f"},
+        "outputs": {"m": ("f", "at")},
         "is_draining": False,
         "made_at": 1.0,
         "models": {name: asdict(report) for name, report in reports.items()},

@@ -13,8 +13,8 @@ import pytest
 
 from folio.app.config.engine import EngineConfig
 from folio.app.engine import AsyncEngine
+from folio.app.engine.model.fingerprints import Fingerprints
 from folio.app.engine.report import StartTimes
-from folio.app.engine.startup import Fingerprints
 from folio.app.errors import UnavailableError, UnknownRequestError
 from folio.app.fleet.messages import HotPrefixes, SharedStreamCall, SharedStreamKey
 from folio.app.serving import replica as replica_module

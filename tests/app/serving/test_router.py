@@ -92,7 +92,7 @@ async def choose(router: FolioRouter, request: PendingRequest, **retry: bool) ->
 
 
 def now_with(keys: list[bytes], **changes: Any) -> dict[str, Any]:
-    return reports_as_stats({"": report(time.time(), keys, **changes)}, {"": "fingerprint"}, 1.0)
+    return reports_as_stats({"": report(time.time(), keys, **changes)}, {"": ("fingerprint", "")}, 1.0)
 
 
 def all_report(replicas: list[Replica], keys: Sequence[bytes] = ()) -> None:
@@ -238,7 +238,7 @@ async def test_the_clocks_of_replicas_do_not_matter(replicas: list[Replica], ahe
     keys = prompt_keys(PROMPT, UNIT, None)
     for replica in replicas:
         replica.routing_stats = reports_as_stats(
-            {"": report(made_at, keys if replica is replicas[1] else [])}, {"": "fingerprint"}, 1.0
+            {"": report(made_at, keys if replica is replicas[1] else [])}, {"": ("fingerprint", "")}, 1.0
         )
     router = router_for(replicas, stale_after_s=100.0)
     assert await choose(router, pending()) == "b"
@@ -505,7 +505,7 @@ async def test_an_output_continues_where_the_same_model_is(replicas: list[Replic
     """At no new version, and at no replica that has not told its version yet."""
     silent = replicas.pop()
     for replica, fingerprint in zip(replicas, ("old", "new"), strict=True):
-        replica.routing_stats = reports_as_stats({"": report(time.time(), [])}, {"": fingerprint}, 2.0)
+        replica.routing_stats = reports_as_stats({"": report(time.time(), [])}, {"": (fingerprint, "")}, 2.0)
     router = router_for([*replicas, silent], wait_for_replica_s=0.05)
     begun = {"begun": (BegunOutput(0, [1]),), "begun_by": "a"}
     for number in range(5):
@@ -514,7 +514,7 @@ async def test_an_output_continues_where_the_same_model_is(replicas: list[Replic
     with pytest.raises(NoReplicaError) as error:
         await choose(router, pending(6, **begun))
     assert error.value.replaced_within_s > 2.0
-    silent.routing_stats = reports_as_stats({"": report(time.time(), [])}, {"": "old"}, 2.0)
+    silent.routing_stats = reports_as_stats({"": report(time.time(), [])}, {"": ("old", "")}, 2.0)
     router.update_replicas([replicas[1], silent])
     assert await choose(router, pending(7, **begun)) == "c"
 
@@ -527,7 +527,7 @@ async def test_a_draining_replica_gets_no_requests_while_there_is_another(replic
     for draining in (["a"], ["a", "b"], ["a", "b", "c"], []):
         for replica in replicas:
             name = replica.replica_id.unique_id
-            stats = reports_as_stats({"": report(time.time(), [])}, {"": "f"}, 1.0, is_draining=name in draining)
+            stats = reports_as_stats({"": report(time.time(), [])}, {"": ("f", "")}, 1.0, is_draining=name in draining)
             replica.routing_stats = stats
         router.update_replicas(replicas)
         chosen = {await choose(router, pending(number)) for number in range(6)}

@@ -16,6 +16,15 @@ from tests.vmem.small_memory import BLOCK_TOKENS, FlakyCuda, FlakyHost, make_mem
 FINGERPRINT = bytes(range(16))
 MOST_BYTES = 1 << 20
 IDS = prompt(6 * BLOCK_TOKENS)
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"kind": "per_layer"},
+    {"kind": "sliced"},
+    {"windowed": True},
+    {"windowed": True, "window_block_tokens": 8},
+    {"stateful": True},
+    {"windowed": True, "stateful": True},
+]
 _DEADLINE_S = 20.0
 
 

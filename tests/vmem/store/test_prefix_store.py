@@ -15,17 +15,7 @@ from folio.vmem.prefix.store.prefix_store import PrefixStore
 from folio.vmem.prefix.store.segment import ALIGNMENT
 from tests.vmem.sequences import begin, compute, prompt, run, serve, submit
 from tests.vmem.small_memory import BLOCK_TOKENS, PAGE_BYTES, FlakyCuda, FlakyHost, Tokens
-from tests.vmem.store.stores import IDS, fetch, opened, settle, wait_for
-
-SHAPES: list[dict[str, Any]] = [
-    {},
-    {"kind": "per_layer"},
-    {"kind": "sliced"},
-    {"windowed": True},
-    {"windowed": True, "window_block_tokens": 8},
-    {"stateful": True},
-    {"windowed": True, "stateful": True},
-]
+from tests.vmem.store.stores import IDS, SHAPES, fetch, opened, settle, wait_for
 
 
 @pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda])

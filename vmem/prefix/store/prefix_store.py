@@ -18,8 +18,9 @@ from pathlib import Path
 from folio.vmem.memory import KVMemory
 from folio.vmem.prefix.prefix_tree import PrefixNode
 from folio.vmem.prefix.store.block_store import BlockStore, StoreCounts
+from folio.vmem.prefix.store.installer import FoundPrefix
 from folio.vmem.prefix.store.records import Records
-from folio.vmem.prefix.store.stored_prefixes import StoredPrefix, StoredPrefixes
+from folio.vmem.prefix.store.stored_prefixes import StoredPrefixes
 from folio.vmem.prefix.store.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class PrefixStore:
         self._store = BlockStore(folder, most_bytes, fingerprint, records.num_bytes, 4 * memory.prefixes.unit_tokens)
         self._writer = WriteBehind(memory, self._store, records, keeps)
         self.prefixes = StoredPrefixes(memory, self._store, records)
-        self._reads: deque[StoredPrefix] = deque()
+        self._reads: deque[FoundPrefix] = deque()
         self._is_working = self._is_stopping = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="folio-store", daemon=True)
@@ -73,7 +74,7 @@ class PrefixStore:
         is_busy = self._reads or self._writer.has_work or self._wake.is_set() or self._is_working
         return not (is_busy and self._thread.is_alive())
 
-    def read(self, prefix: StoredPrefix) -> None:
+    def read(self, prefix: FoundPrefix) -> None:
         """Read a prefix; the memory's lock is notified when it is done."""
         self._reads.append(prefix)
         self._wake.set()

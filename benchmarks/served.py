@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import time
@@ -18,6 +19,7 @@ from folio.app.fleet.messages import reports_from_stats
 from folio.app.fleet.status import summed_load
 
 _POLL_S = 0.1
+_METRICS_PERIOD_S = 10.0  # Ray's
 # Between Ray's range for workers and the systems' ranges for any free port.
 _PORTS = range(20_000, 30_000)
 
@@ -89,6 +91,16 @@ class Served:
         reports = [reports_from_stats(s) for s in stats]
         assert None not in reports, "this process and the replicas run different versions"
         return [summed_load(list(of_models.values())) for of_models in reports if of_models is not None]
+
+    def counted(self, name: str) -> int:
+        """The sum of a metric's counter over all living processes, as Prometheus would read it from Ray."""
+        import httpx
+        import ray
+
+        time.sleep(2 * _METRICS_PERIOD_S)
+        [node] = ray.nodes()
+        text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics").text
+        return int(sum(map(float, re.findall(rf"^ray_{name}\S* (\S+)$", text, re.M))))
 
     def processes(self) -> list[int]:
         """Process ids of the engine replicas, stopped ones included."""

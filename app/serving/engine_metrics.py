@@ -85,6 +85,11 @@ ENGINE: Rows[EngineFigures] = (
         _KIND,
     ),
     Total(
+        "folio_received_bytes",
+        "KV cache that came from replicas that had begun requests.",
+        lambda e: e.activity.received_bytes,
+    ),
+    Total(
         "folio_preemptions",
         "Preempted requests, by swap or recompute.",
         lambda e: {str(way): number for way, number in e.activity.num_preempted.items()},

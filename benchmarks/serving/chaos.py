@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
 import signal
 import threading
 import time
@@ -36,7 +35,6 @@ INGRESSES, HAPROXY = "two ingresses, killed one after the other", "HAProxy, kill
 BETWEEN_KILLS_S = (2.0, 6.0)
 BACK_TIMEOUT_S = 300.0
 SETTLED_S = 3.0  # of load before and after each change
-METRICS_PERIOD_S = 10.0  # Ray's
 
 
 def run(args: argparse.Namespace) -> None:
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
             deploy(changed, num_replicas=2)
             with _asked(app, phases, KILLED):
                 kills = _kill(app, 5 if args.quick else 30, "EngineReplica", 2)
-        sent_again, continued = _num_calls("repeated", "continued")
+        sent_again, continued = app.counted("folio_repeated_calls"), app.counted("folio_continued_calls")
     for outcomes in phases.values():
         outcomes.check_sampled()
     pauses = sorted(
@@ -168,18 +166,6 @@ def _kill_haproxy(app: Served, count: int) -> None:
 
 def _has_ended(pid: int, title: str) -> bool:
     return pid not in processes_called(title)
-
-
-def _num_calls(*kinds: str) -> list[int]:
-    """The number of calls of each kind at all living ingresses, as Prometheus would read them from Ray."""
-    import httpx
-    import ray
-
-    time.sleep(2 * METRICS_PERIOD_S)
-    [node] = ray.nodes()
-    text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics").text
-    counts = (re.findall(rf"^ray_folio_{kind}_calls\S* (\S+)$", text, re.M) for kind in kinds)
-    return [int(sum(map(float, count))) for count in counts]
 
 
 def _print(phases: dict[str, Outcomes], sent_again: int, models_own: int) -> None:

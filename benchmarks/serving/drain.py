@@ -53,10 +53,10 @@ class Stream:
                 self.error = self.error or f"{answer.status_code}: {line}"
 
 
-def run(num_tokens: int) -> tuple[list[Stream], float, float, float]:
-    """The streams, when replicas were stopped (`time.monotonic`), and the seconds until their processes were gone, and
-    until the last stream had ended."""
-    engine = {"model": "builtin", "dtype": DTYPE, "kv_memory_bytes": 256 << 20, "max_num_seqs": NUM_STREAMS}
+def run(num_tokens: int) -> tuple[list[Stream], float, float, float, int]:
+    """The streams, when replicas were stopped (`time.monotonic`), the seconds until their processes were gone, and
+    until the last stream had ended, and the bytes of KV cache that moved."""
+    engine = {"model": "builtin", "dtype": DTYPE, "kv_memory_bytes": 1 << 30, "max_num_seqs": NUM_STREAMS}
     streams = [Stream(seed) for seed in range(NUM_STREAMS)]
     with served(NAME, {"engine": engine}) as app:
         app.deploy(timeout_s=TIMEOUT_S, num_replicas=NUM_REPLICAS)
@@ -70,7 +70,8 @@ def run(num_tokens: int) -> tuple[list[Stream], float, float, float]:
         gone_s = time.monotonic() - begun
         for thread in threads:
             thread.join()
-        return streams, begun, gone_s, time.monotonic() - begun
+        all_s = time.monotonic() - begun
+        return streams, begun, gone_s, all_s, app.counted("folio_received_bytes")
 
 
 def num_wrong(streams: list[Stream], num_tokens: int) -> int:
@@ -79,7 +80,7 @@ def num_wrong(streams: list[Stream], num_tokens: int) -> int:
     prompt = tokenizer(PROMPT)["input_ids"]
     with LLM("builtin", dtype=DTYPE, kv_memory_bytes=64 << 20) as llm:
         params = [SamplingParams(seed=stream.seed, max_tokens=num_tokens, ignore_eos=True) for stream in streams]
-        texts = [llm.generate([prompt], [one])[0].text for one in params]
+        texts = [output.text for output in llm.generate([prompt] * NUM_STREAMS, params)]
     return sum(stream.text != text for stream, text in zip(streams, texts, strict=True) if not stream.error)
 
 
@@ -87,14 +88,16 @@ def main() -> None:
     args = harness.arguments(__doc__).parse_args()
     harness.needs("ray", "httpx", "psutil")
     num_tokens = 1000 if args.quick else 2500
-    streams, begun, gone_s, all_s = run(num_tokens)
+    streams, begun, gone_s, all_s, num_bytes = run(num_tokens)
     pauses = sorted(
-        max((b - a for a, b in itertools.pairwise(stream.times) if b > begun), default=0.0) for stream in streams
+        max((b - max(a, begun) for a, b in itertools.pairwise(stream.times) if b > begun), default=0.0)
+        for stream in streams
     )
     broken = [stream.error for stream in streams if stream.error]
     figures = {
         "gone_s": gone_s,
         "streams_end_s": all_s,
+        "moved_mib": num_bytes / (1 << 20),
         "broken": len(broken),
         "wrong": num_wrong(streams, num_tokens),
         "pause_p50_s": pauses[len(pauses) // 2],

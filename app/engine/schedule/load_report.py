@@ -17,6 +17,7 @@ from folio.app.errors import OverloadedError
 from folio.kernels import num_compilations
 from folio.vmem import KVMemory, MemoryReport
 from folio.vmem.prefix.store.block_store import StoreCounts
+from folio.vmem.prefix.store.handover import PrefixReceiver
 
 # Time constant of rates: what happened this long ago counts for 1/e.
 _DECAY_S = 10.0
@@ -44,6 +45,7 @@ class Activity:
         num_failed_steps: since the start; each of them failed all requests in flight.
         num_late_compilations: kernels compiled or loaded in this process, and graphs captured, since the warm-up.
         store: of prefixes on disk; `None` without them.
+        received_bytes: of blocks, from processes that had begun their requests; since the start.
     """
 
     num_preempted: Mapping[PreemptionMode, int]
@@ -54,6 +56,7 @@ class Activity:
     num_failed_steps: int
     num_late_compilations: int
     store: StoreCounts | None = None
+    received_bytes: int = 0
 
 
 class DecayingRate:
@@ -172,6 +175,7 @@ class LoadReporter:
         most_queued: most requests that wait (`max_queued_requests`).
         held: requests that wait for an adapter, and are not in the scheduler's queue yet.
         store: counts of prefixes on disk; `None` without them.
+        receiver: of blocks from other processes; `None` without one.
     """
 
     def __init__(
@@ -185,6 +189,7 @@ class LoadReporter:
         most_queued: int | Literal["auto"] | None = None,
         held: Callable[[], abc.Sequence[Sequence]] = tuple,
         store: StoreCounts | None = None,
+        receiver: PrefixReceiver | None = None,
     ) -> None:
         self._memory = memory
         self._scheduler = scheduler
@@ -192,7 +197,7 @@ class LoadReporter:
         self._meter = meter
         self._step_tokens = step_tokens
         self._most_queued = most_queued
-        self._held, self._store = held, store
+        self._held, self._store, self._receiver = held, store, receiver
         self.num_failed_steps = 0
         whole_bytes = memory.pages_for(memory.max_tokens) * memory.groups[0].layout.page_bytes
         self._tokens_per_byte = memory.max_tokens / whole_bytes
@@ -338,6 +343,7 @@ class LoadReporter:
             num_failed_steps=self.num_failed_steps,
             num_late_compilations=num_compilations() - meter.num_early_compilations,
             store=None if self._store is None else replace(self._store),
+            received_bytes=0 if self._receiver is None else self._receiver.num_bytes,
         )
 
     def _free_tokens(self, report: MemoryReport) -> int:

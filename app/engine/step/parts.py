@@ -134,7 +134,7 @@ class EngineParts:
 
     def _make_schedule(self, loaded: Collection[AdapterSource], pages: DevicePages | None, undo: ExitStack) -> None:
         """Make the scheduler, the adapters that requests wait for, load reports and live views."""
-        config = self.config
+        config, receiver = self.config, None if self.handover is None else self.handover.receiver
         self.scheduler = Scheduler(
             self.memory,
             max_num_seqs=config.max_num_seqs,
@@ -144,7 +144,7 @@ class EngineParts:
             policy=config.preemption,
             fair_tenants=config.fair_tenants,
             max_mixed_step_s=math.inf if config.max_mixed_step_s is None else config.max_mixed_step_s,
-            reads=ReadAhead(self.store, None if self.handover is None else self.handover.receiver, self.recovery),
+            reads=ReadAhead(self.store, receiver, self.recovery),
         )
         self.adapters = AdapterStore(
             config.adapters,
@@ -166,6 +166,7 @@ class EngineParts:
             most_queued=config.max_queued_requests,
             held=lambda: self.adapters.waiting_sequences,
             store=None if self.store is None else self.store.counts,
+            receiver=receiver,
         )
         self.watch = EngineWatch(self.memory, self.scheduler)
 

@@ -69,7 +69,7 @@ def test_cached_prefixes_are_handed_over(
         assert fetch(second, receiver, giver.address) == 6
         run(second, [*IDS, 1], 6 * BLOCK_TOKENS)
         assert fetch(second, receiver, giver.address) == 0
-        assert giver.num_bytes
+        assert receiver.num_bytes
     assert backends != (FlakyHost, FlakyHost) or set(os.listdir("/proc/self/fd")) == before
 
 

@@ -53,7 +53,6 @@ class PrefixGiver:
 
     Attributes:
         address: where `PrefixReceiver` asks.
-        num_bytes: given so far.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class PrefixGiver:
     ) -> None:
         self._memory, self._records, self._fingerprint, self._gives = memory, records, fingerprint, gives
         self._parts = PrefixInstaller(memory, records)
-        self.address, self.num_bytes = f"folio-kv-{uuid.uuid4().hex}", 0
+        self.address = f"folio-kv-{uuid.uuid4().hex}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen()
@@ -131,7 +130,6 @@ class PrefixGiver:
                 if not self._copy_unit(nodes[i], g, memoryview(content)[offset:end]):
                     return (i, items) if len(self._records.num_bytes) == 1 else (first, [])
                 items.append(Item(i, g, offset))
-        self.num_bytes += offsets[-1]
         return num_units, items
 
     def _copy_unit(self, node: PrefixNode, g: int, target: memoryview) -> bool:
@@ -151,11 +149,16 @@ class PrefixGiver:
 
 
 class PrefixReceiver(PrefixInstaller):
-    """Gets prefixes from a `PrefixGiver`. `read` fetches in a thread; all else is called by the engine's thread."""
+    """Gets prefixes from a `PrefixGiver`. `read` fetches in a thread; all else is called by the engine's thread.
+
+    Attributes:
+        num_bytes: received so far.
+    """
 
     def __init__(self, memory: KVMemory, records: Records, fingerprint: Callable[[], str]) -> None:
         super().__init__(memory, records)
         self._fingerprint = fingerprint
+        self.num_bytes = 0
         self._pool = ThreadPoolExecutor(_MOST_FETCHES, "folio-handover")
 
     def find(self, chain: TokenChain, token_ids: Sequence[int]) -> FoundPrefix | None:
@@ -194,6 +197,7 @@ class PrefixReceiver(PrefixInstaller):
             num_units = prefix.first_units
         prefix.is_intact, prefix.num_units = num_units == prefix.num_units, num_units
         prefix.num_bytes = 0 if prefix.buffer is None else len(prefix.buffer)
+        self.num_bytes += prefix.num_bytes
         prefix.seconds = time.perf_counter() - began
         prefix.is_done = True
         with self._memory.lock:

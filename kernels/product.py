@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class FewRowProduct(Protocol):
-    """`x @ weight.T + bias` for a decode step's rows, without split sums: in float32, rounded once.
+    """`x @ weight.T + bias` without split sums, in float32, rounded once: for a decode step's rows, or in one order for
+    any number of rows.
 
     Attributes:
         max_rows: most rows of a call.
@@ -36,8 +37,12 @@ class FewRowProduct(Protocol):
         ...
 
 
-def select_product(device: torch.device, *, dependent: bool = False) -> FewRowProduct:
-    """The product for a device. Args: `dependent` as for `select_elementwise`.
+def select_product(device: torch.device, *, dependent: bool = False, batch_invariant: bool = False) -> FewRowProduct:
+    """The product for a device.
+
+    Args:
+        dependent: as for `select_elementwise`.
+        batch_invariant: any number of rows, whose sums have one order.
 
     Raises:
         KernelError: there is none for this device, or Triton is not installed.
@@ -46,7 +51,7 @@ def select_product(device: torch.device, *, dependent: bool = False) -> FewRowPr
         raise KernelError("products of few rows are for CUDA devices; on a CPU weights are packed")
     try:
         product: FewRowProduct = importlib.import_module("folio.kernels.triton.product").TritonProduct(
-            dependent=dependent
+            dependent=dependent, batch_invariant=batch_invariant
         )
     except ImportError as error:
         raise KernelError(f"products of few rows need the package triton: {error}") from error

@@ -36,43 +36,57 @@ _PREFERENCE: Mapping[tuple[str, bool], Sequence[str]] = {
     ("cuda", False): ("torch-flash", "triton", "sdpa", "reference"),
 }
 
+# Those that can give each query's sums one order, whatever is computed beside it.
+BATCH_INVARIANT = ("cpu", "triton")
 PROVIDERS = ("auto", *_CLASSES)
 
 
-def select_provider(name: str, device: torch.device) -> AttentionProvider:
+def select_provider(name: str, device: torch.device, *, batch_invariant: bool = False) -> AttentionProvider:
     """The provider called `name`; "auto" chooses by shape.
 
+    Args:
+        batch_invariant: a query's result does not depend on what is computed beside it.
+
     Raises:
-        KernelError: the name is unknown, or that provider cannot run here.
+        KernelError: the name is unknown, or that provider cannot run here, or cannot be invariant.
     """
     if name not in PROVIDERS:
         raise KernelError(f"attention {name!r} is unknown; choose one of {', '.join(PROVIDERS)}")
+    if batch_invariant and name not in ("auto", *BATCH_INVARIANT):
+        choices = ", ".join(BATCH_INVARIANT)
+        raise KernelError(f"attention {name} is not batch-invariant; choose one of {choices}")
     if name == "auto":
-        return AutoProvider(device.type)
+        return AutoProvider(device.type, batch_invariant=batch_invariant)
     if device.type not in _DEVICES.get(name, (device.type,)):
         others = ", ".join(n for n in _CLASSES if device.type in _DEVICES.get(n, (device.type,)))
         raise KernelError(f"attention {name} cannot run on {device.type}; choose one of {others}")
-    return _make(name)
+    return _make(name, batch_invariant)
 
 
 class AutoProvider(AttentionProvider):
     """For each shape, the first available provider of the table that supports it. Logs the choice once per shape.
 
+    Args:
+        batch_invariant: only providers that are.
+
     Raises:
-        KernelError: `device_type` is neither "cpu" nor "cuda".
+        KernelError: `device_type` is neither "cpu" nor "cuda", or no provider is available.
     """
 
     name = "auto"
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, *, batch_invariant: bool = False) -> None:
         self._device_type = device_type
         self._available: dict[str, AttentionProvider] = {}
         orders = [order for (device, _), order in _PREFERENCE.items() if device == device_type]
         if not orders:
             raise KernelError(f"attention auto does not know the device {device_type}; choose reference or sdpa")
+        reasons = []
         for name in dict.fromkeys(name for order in orders for name in order):
+            if batch_invariant and name not in BATCH_INVARIANT:
+                continue
             try:
-                self._available[name] = _make(name)
+                self._available[name] = _make(name, batch_invariant)
             except KernelError as error:
                 first = any(order[0] == name for order in orders)
                 logger.log(
@@ -81,6 +95,9 @@ class AutoProvider(AttentionProvider):
                     name,
                     error,
                 )
+                reasons.append(f"{name}: {error}")
+        if not self._available:
+            raise KernelError(f"no attention provider for {device_type} is available: {'; '.join(reasons)}")
         self._writer = next(iter(self._available.values()))
         self._chosen: dict[tuple[object, ...], AttentionProvider] = {}  # by `AttentionCall.kind`
 
@@ -129,7 +146,8 @@ class AutoProvider(AttentionProvider):
         return self._available[name]
 
 
-def _make(name: str) -> AttentionProvider:
+def _make(name: str, batch_invariant: bool) -> AttentionProvider:
     module, cls = _CLASSES[name]
-    provider: AttentionProvider = getattr(importlib.import_module(module), cls)()
+    options = {"batch_invariant": True} if batch_invariant else {}
+    provider: AttentionProvider = getattr(importlib.import_module(module), cls)(**options)
     return provider

@@ -7,6 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed
+from torch.utils import _python_dispatch
+
+# Sees every operation of torch in its thread. Private, although torch's documentation of extending it names it.
+DispatchMode: Any = _python_dispatch.TorchDispatchMode
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
 

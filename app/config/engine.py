@@ -33,6 +33,8 @@ DEVICE_DEFAULTS: Mapping[DeviceName, Mapping[str, Any]] = {
 }
 # Kernels that read no cache of 8-bit floats.
 _WITHOUT_FP8 = ("cpu", "torch-flash")
+# Kernels whose results depend on the batch, see `folio.kernels.select.BATCH_INVARIANT`.
+_VARIANT = ("torch-flash", "sdpa", "reference")
 # Kernels for CUDA.
 _ON_CUDA = ("triton", "torch-flash")
 
@@ -138,6 +140,10 @@ class EngineConfig:
             CUDA. "auto" takes the first that is installed and supports the model.
         num_threads: CPU threads of a step; by default the cores that this process may use, divided among ranks, on
             CUDA no more than 4.
+        batch_invariant: a request's tokens depend on nothing else: neither on the requests beside it, nor on the chunks
+            of its prompt, cached prefixes, draft tokens, or a preemption; so a request that goes on elsewhere, with its
+            tokens as part of the prompt, goes on with the same ones. Attention of single tokens is slower. Models with
+            recurrent layers or experts, adapters and other attention than "cpu" and "triton" are refused.
         tensor_parallel_size: ranks that compute each step together, with a device or a share of the cores each. All
             sizes in bytes are those of one rank.
         step_timeout_s: a rank that has not finished a step after this long counts as dead, and the engine stops.
@@ -215,6 +221,7 @@ class EngineConfig:
     kv_view: ViewPolicy = "auto"
     attention: str = "auto"
     num_threads: int | None = None
+    batch_invariant: bool = False
     tensor_parallel_size: int = 1
     step_timeout_s: float = 60.0
     async_scheduling: AsyncScheduling = "auto"
@@ -319,6 +326,15 @@ class EngineConfig:
             "not captured: use mixed_graphs 'off'",
         )
         yield from self._store_contradictions()
+        yield (
+            self.batch_invariant and self.attention in _VARIANT,
+            f"batch_invariant is true and attention {self.attention!r}, whose results depend on the batch; use "
+            "attention 'auto'",
+        )
+        yield (
+            self.batch_invariant and (bool(self.adapters) or self.adapter_dir is not None),
+            "batch_invariant is true and there are adapters, whose products depend on the batch; leave one of them out",
+        )
         yield from self._score_contradictions()
 
     def _store_contradictions(self) -> Iterator[tuple[bool, str]]:

@@ -63,12 +63,14 @@ class PackedWeight:
         parts: several only if it is quantised.
         order: `[inputs]` int32, see `QuantisedWeight`.
         dtype: of inputs, biases and results.
+        batch_invariant: a row's sums have one order, whatever the number of rows.
     """
 
     parts: tuple[WeightPart, ...]
     inputs: int
     dtype: torch.dtype
     order: torch.Tensor | None = None
+    batch_invariant: bool = False
 
     @property
     def outputs(self) -> int:
@@ -102,7 +104,7 @@ class WeightFields(ctypes.Structure):
         ("parts", ctypes.POINTER(PartFields)),
         *((name, _POINTER) for name in ("bias", "order")),
         *((name, _INT64) for name in ("outputs", "inputs")),
-        ("num_parts", _INT32),
+        *((name, _INT32) for name in ("num_parts", "batch_invariant")),
     ]
 
     @classmethod
@@ -117,7 +119,8 @@ class WeightFields(ctypes.Structure):
             )
         )
         # The structure keeps `parts`, as an object, alive.
-        return cls(parts, address(bias), address(weight.order), weight.outputs, weight.inputs, len(parts))
+        pointers = parts, address(bias), address(weight.order)
+        return cls(*pointers, weight.outputs, weight.inputs, len(parts), weight.batch_invariant)
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

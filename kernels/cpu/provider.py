@@ -32,6 +32,7 @@ class AttentionFields(ctypes.Structure):
         *((name, _INT64) for name in ("table_stride", "num_blocks", "block_tokens", "alibi_stride")),
         *((name, _INT32) for name in ("num_tokens", "num_seqs", "num_q_heads", "num_kv_heads", "key_dim", "value_dim")),
         *((name, _INT32) for name in ("window_left", "window_right", "dtype", "num_splits", "int8_cache")),
+        ("batch_invariant", _INT32),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     ]
 
@@ -59,6 +60,7 @@ class CpuProvider(AttentionProvider):
 
     Args:
         march: the compiler's name of the processor.
+        batch_invariant: single queries are computed like those of prompts.
 
     Raises:
         KernelError: the library cannot be compiled.
@@ -66,7 +68,8 @@ class CpuProvider(AttentionProvider):
 
     name = "cpu"
 
-    def __init__(self, march: str = "native") -> None:
+    def __init__(self, march: str = "native", *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
         self._attend, self._write = (
             load_function("attention", name, ctypes.POINTER(call), result=ctypes.c_int, march=march)
             for name, call in (("folio_attention", AttentionFields), ("folio_write", _WriteCall))
@@ -173,6 +176,7 @@ class CpuAttend:
             CPP_DTYPES[query.dtype],
             call.num_splits,
             int8,
+            provider.batch_invariant,
             masking.scale,
             masking.softcap,
         )

@@ -42,6 +42,8 @@ EIGHT_BIT_TILES: Tiles = {
     64: (CodeTile(64, 64, 1, 4, 5), CodeTile(32, 64, 1, 2, 5)),
     128: (CodeTile(128, 128, 1, 8, 3), CodeTile(64, 128, 1, 4, 4), CodeTile(64, 64, 1, 4, 5)),
 }
+# For any number of rows, whose sums then have one order.
+BATCH_INVARIANT_TILE = TILES[64][1]
 _FULL_WAVE = 0.9  # of the processors
 _LONE_ROWS = 0.25  # for each expert, at most
 

@@ -27,7 +27,14 @@ from triton.runtime.jit import JITFunction
 
 from folio.kernels.cpu.ops import PackedWeight, WeightPart
 from folio.kernels.quantised import QuantisedWeight
-from folio.kernels.triton.code_tiles import CodeTile, choose_expert_tile, choose_tile, expert_rows, most_tiles
+from folio.kernels.triton.code_tiles import (
+    BATCH_INVARIANT_TILE,
+    CodeTile,
+    choose_expert_tile,
+    choose_tile,
+    expert_rows,
+    most_tiles,
+)
 from folio.kernels.triton.eight_bits import LEAST_ROWS, EightBitProduct, RoundedRows
 from folio.kernels.triton.launch import Kernel, Launch
 from folio.kernels.triton.packed_codes import LANES, LOW_BITS, PARTS, SLAB, WORDS, form, merged, packed
@@ -283,16 +290,17 @@ class TritonCodes:
             return out
         x = x.contiguous() if weight.order is None else x.index_select(-1, weight.order)
         flat, start = out.view(num_rows, num_outputs), 0
+        choose, fixed = self._tile is None and not weight.batch_invariant, self._tile or BATCH_INVARIANT_TILE
         rounded: dict[torch.dtype, RoundedRows] = {}
         for part in weight.parts:
             here = slice(start, start := start + part.outputs)
             part_bias = None if bias is None else bias[here]
-            if self._tile is None and num_rows >= LEAST_ROWS and self._eight_bits.fits(part):
+            if choose and num_rows >= LEAST_ROWS and self._eight_bits.fits(part):
                 if (dtype := part.codes.dtype) not in rounded:
                     rounded[dtype] = self._eight_bits.round(x.view(num_rows, weight.inputs), dtype)
                 self._eight_bits(rounded[dtype], part, part_bias, flat[:, here])
                 continue
-            tile = self._tile or choose_tile(num_rows, part.outputs, num_processors(x.device))
+            tile = choose_tile(num_rows, part.outputs, num_processors(x.device)) if choose else fixed
             tensors = {"x_ptr": x, "bias_ptr": part_bias, "out_ptr": flat[:, here]}
             grid = triton.cdiv(part.outputs, tile.outputs), triton.cdiv(num_rows, tile.rows), 1
             self._launch(weight, part, tile, grid, tensors, num_outputs, num_rows=num_rows)
@@ -311,7 +319,8 @@ class TritonCodes:
         if bias is not None and (bias.shape != (experts, outputs) or bias.dtype != x.dtype):
             raise ValueError(f"bias {list(bias.shape)} {bias.dtype} for {outputs} outputs of {weight.dtype}")
         x, out, start = x.contiguous(), x.new_empty(num_rows, outputs), 0
-        many = self._tile is None and weight.order is None and num_rows >= LEAST_ROWS * experts
+        choose, fixed = self._tile is None and not weight.batch_invariant, self._tile or BATCH_INVARIANT_TILE
+        many = choose and weight.order is None and num_rows >= LEAST_ROWS * experts
         rounded: dict[torch.dtype, RoundedRows] = {}
         for part in weight.parts if num_rows else ():
             here = slice(start, start := start + part.outputs)
@@ -321,7 +330,8 @@ class TritonCodes:
                     rounded[dtype] = self._eight_bits.round(x, dtype)
                 self._eight_bits(rounded[dtype], part, part_bias, out[:, here], ends)
                 continue
-            tile = self._tile or choose_expert_tile(num_rows, experts, part.outputs, num_processors(x.device))
+            processors = num_processors(x.device)
+            tile = choose_expert_tile(num_rows, experts, part.outputs, processors) if choose else fixed
             others = {"x_ptr": x, "ends_ptr": ends, "bias_ptr": part_bias, "order_ptr": weight.order}
             grid = triton.cdiv(part.outputs, tile.outputs), most_tiles(num_rows, experts, tile), 1
             self._launch(weight, part, tile, grid, others | {"out_ptr": out[:, here]}, outputs, num_rows=num_rows)

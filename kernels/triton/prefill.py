@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import triton
 import triton.language as tl
@@ -77,6 +79,7 @@ def _prefill_kernel(
     value_token_stride: tl.tensor,
     value_head_stride: tl.tensor,
     SKIP_SINGLE: tl.constexpr,  # sequences with one query: the decode kernel's
+    ONE_STRETCH: tl.constexpr,  # all tiles are masked: the compiler may round sums of others differently
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -160,6 +163,8 @@ def _prefill_kernel(
     # Three stretches of tiles: masked, visible to every row and unmasked, masked again.
     inner_start = tl.cdiv(inner_first, BLOCK_TILE) * BLOCK_TILE
     inner_stop = tl.maximum(inner_last // BLOCK_TILE * BLOCK_TILE, inner_start)
+    if ONE_STRETCH:
+        inner_stop = first // BLOCK_TILE * BLOCK_TILE
     for stretch in tl.static_range(3):
         if stretch == 0:
             start = first // BLOCK_TILE * BLOCK_TILE
@@ -170,7 +175,7 @@ def _prefill_kernel(
         else:
             start = inner_stop
             stop = last
-        if stretch > 0 or HAS_LEFT or leftpad_ptr is not None:
+        if stretch == 2 or (not ONE_STRETCH and (stretch > 0 or HAS_LEFT or leftpad_ptr is not None)):
             accumulated, total, peak = attend_tiles(
                 query,
                 accumulated,
@@ -224,17 +229,24 @@ def _prefill_kernel(
     )
 
 
-def prepare_prefill(call: AttentionCall, *, skip_single: bool) -> AttendInto:
-    """A function that fills the results and `call.lse`; `skip_single` leaves out sequences with exactly one query."""
+def prepare_prefill(call: AttentionCall, *, skip_single: bool, batch_invariant: bool = False) -> AttendInto:
+    """A function that fills the results and `call.lse`.
+
+    Args:
+        skip_single: leave out sequences with exactly one query.
+        batch_invariant: a query's sums have one order, whatever the number of queries.
+    """
     query, batch = call.query, call.batch
     num_seqs, num_kv_heads = batch.cache_seqlens.numel(), call.key_cache.shape[2]
     group = query.shape[1] // num_kv_heads
     widest = max(padded(query.shape[2]), padded(call.value_cache.shape[3]))
     configs = _FLOAT32_CONFIGS if query.dtype == torch.float32 else _CONFIGS
-    _, block_rows, block_tile, num_warps, num_stages = _choose_config(configs, widest, group, batch.max_seqlen_q)
+    num_queries = sys.maxsize if batch_invariant else batch.max_seqlen_q
+    _, block_rows, block_tile, num_warps, num_stages = _choose_config(configs, widest, group, num_queries)
     arguments = attend_arguments(call, block_tile) | {
         "num_seqs": num_seqs,
         "SKIP_SINGLE": skip_single,
+        "ONE_STRETCH": batch_invariant,
         "BLOCK_ROWS": block_rows,
     }
     launch = Kernel(_prefill_kernel).prepare(arguments, CHANGING, num_warps=num_warps, num_stages=num_stages)

@@ -1,4 +1,4 @@
-"""Products of few rows with a weight, without split sums.
+"""Products with a weight, without split sums: of few rows, or of any number of rows in one order of sums.
 
 A decode step reads every weight once for a few rows, so it is bound by memory. cuBLAS divides the sums of a small
 weight between programs and adds them in a second kernel. Here a program has so few outputs that one wave fills the
@@ -9,6 +9,7 @@ device, and reads their whole rows of the weight, several tiles ahead.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +75,7 @@ def _prefetch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x_ptr: tl.tensor,  # [num_rows, num_inputs]
     weight_ptr: tl.tensor,  # [num_outputs, num_inputs]
@@ -93,7 +94,7 @@ def _product_kernel(
     DEPENDENT: tl.constexpr,
     UPCAST_DOT: tl.constexpr,
 ) -> None:
-    """One program per `BLOCK_OUTPUTS` outputs of all rows."""
+    """One program per `BLOCK_OUTPUTS` outputs of `BLOCK_ROWS` rows."""
     outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     # Programs beyond the last output read it again: masks would narrow the reads.
     weight_rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
@@ -101,10 +102,10 @@ def _product_kernel(
         _prefetch(weight_ptr, weight_rows, num_inputs, LINES, LINE)
     wait_for_previous(DEPENDENT)
     start_next(DEPENDENT)
-    rows = tl.arange(0, BLOCK_ROWS)
+    rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     depths = tl.arange(0, BLOCK_INPUTS)
     weights = weight_ptr + weight_rows[:, None] * num_inputs + depths[None, :]
-    xs = x_ptr + rows[None, :] * num_inputs + depths[:, None]
+    xs = x_ptr + rows.to(tl.int64)[None, :] * num_inputs + depths[:, None]
     there = (rows < num_rows)[None, :]
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
     for start in tl.range(0, num_inputs, BLOCK_INPUTS, num_stages=NUM_STAGES):
@@ -131,12 +132,14 @@ class TritonProduct(FewRowProduct):
     Args:
         dependent: programmatic dependent launch.
         tile: instead of the one that fills the device.
+        batch_invariant: any number of rows, whose sums have one order.
     """
 
-    max_rows = _MAX_ROWS
-
-    def __init__(self, *, dependent: bool = False, tile: ProductTile | None = None) -> None:
-        self._dependent, self._tile = dependent, tile
+    def __init__(
+        self, *, dependent: bool = False, tile: ProductTile | None = None, batch_invariant: bool = False
+    ) -> None:
+        self._dependent, self._tile, self._batch_invariant = dependent, tile, batch_invariant
+        self.max_rows = sys.maxsize if batch_invariant else _MAX_ROWS
         self._kernel = Kernel(_product_kernel)
         self._launches: dict[tuple[object, ...], tuple[Launch, int]] = {}
 
@@ -153,19 +156,20 @@ class TritonProduct(FewRowProduct):
         out = x.new_empty(*x.shape[:-1], num_outputs)
         if not num_rows:
             return out
-        key = num_rows, num_outputs, num_inputs, bias is None, x.dtype, x.device
+        block_rows = _MAX_ROWS if self._batch_invariant else max(_MIN_ROWS, triton.next_power_of_2(num_rows))
+        key = block_rows, num_outputs, num_inputs, bias is None, x.dtype, x.device
         known = self._launches.get(key)
         if known is None:
-            known = self._launches[key] = self._prepare(x, weight, bias, out)
+            known = self._launches[key] = self._prepare(x, weight, bias, out, block_rows)
         launch, num_programs = known
         tensors = (x.contiguous(), weight, out) if bias is None else (x.contiguous(), weight, out, bias)
-        launch((num_programs, 1, 1), *tensors)
+        launch((num_programs, triton.cdiv(num_rows, block_rows), 1), *tensors, num_rows=num_rows)
         return out
 
     def _prepare(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, block_rows: int
     ) -> tuple[Launch, int]:
-        """The launch for these shapes, and its number of programs."""
+        """The launch for these shapes, and its number of programs along the outputs."""
         num_outputs, num_inputs = weight.shape
         num_rows = x.numel() // num_inputs
         if reason := self.unsupported(weight):
@@ -184,7 +188,7 @@ class TritonProduct(FewRowProduct):
             "num_rows": num_rows,
             "num_outputs": num_outputs,
             "num_inputs": num_inputs,
-            "BLOCK_ROWS": max(_MIN_ROWS, triton.next_power_of_2(num_rows)),
+            "BLOCK_ROWS": block_rows,
             "BLOCK_OUTPUTS": tile.outputs,
             "BLOCK_INPUTS": tile.inputs,
             "NUM_STAGES": tile.num_stages,

@@ -26,13 +26,17 @@ class TritonProvider(AttentionProvider):
 
     A kernel is compiled on first use, which takes seconds; Triton caches the result on disk.
 
+    Args:
+        batch_invariant: single queries are computed like those of prompts, with tiles of one size.
+
     Raises:
         KernelError: Triton is not installed, or there is no CUDA device.
     """
 
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
         try:
             import triton
         except ImportError as error:
@@ -99,11 +103,12 @@ class TritonProvider(AttentionProvider):
             return lambda query, *_: query.new_empty(shape)
         # max_seqlen_q is an upper bound; of a single sequence the number of queries is known.
         max_seqlen_q = len(query) if num_seqs == 1 else call.batch.max_seqlen_q
-        several = max_seqlen_q > 1
-        single = not several or num_seqs > 1
+        invariant = self._batch_invariant
+        several = max_seqlen_q > 1 or invariant
+        single = not invariant and (not several or num_seqs > 1)
         launches: list[AttendInto] = []
         if several:
-            launches.append(self._prepare_prefill(call, skip_single=single))
+            launches.append(self._prepare_prefill(call, skip_single=single, batch_invariant=invariant))
         if single:
             launches.append(self._decode.prepare(call))
 

@@ -120,6 +120,19 @@ def make_case(
     return Case(query, cache(dims[0]), cache(dims[1]), batch, masking, scales)
 
 
+def in_chunks(provider: AttentionProvider, case: Case, size: int) -> torch.Tensor:
+    """The results of a case of one sequence, whose queries come so many at a time."""
+    [num_queries] = case.batch.cu_seqlens_q[1:].tolist()
+    [num_cached] = case.batch.cache_seqlens.tolist()
+    outs = []
+    for begin in range(0, num_queries, size):
+        end = min(begin + size, num_queries)
+        batch = make_batch([(end - begin, num_cached - num_queries + end)], case.batch.block_table.cpu())
+        query = case.query[begin:end]
+        outs.append(provider.attend(query, case.key_cache, case.value_cache, batch.to(case.query.device), case.masking))
+    return torch.cat(outs)
+
+
 # Of three coprime lengths, so that all pairs come in turn.
 GROUPS = [1, 2, 3, 4, 5, 6, 7, 9, 16, 33, 64]
 DIMS = [(8, 8), (16, 64), (24, 24), (32, 24), (40, 40), (64, 64), (80, 80), (96, 128), (112, 112)]

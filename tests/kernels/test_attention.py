@@ -12,15 +12,31 @@ import torch
 from folio.kernels import AttentionProvider, CacheScales, KernelError, Masking, VarlenBatch, int8_cache, select_provider
 from folio.kernels.cpu.provider import CpuProvider
 from folio.kernels.reference import ReferenceProvider
-from tests.kernels.cases import RAGGED, TOLERANCE, Case, GuardedMemory, check, make_batch, make_case, random_case
+from tests.kernels.cases import (
+    RAGGED,
+    TOLERANCE,
+    Case,
+    GuardedMemory,
+    check,
+    in_chunks,
+    make_batch,
+    make_case,
+    random_case,
+)
 from tests.kernels.marches import MARCHES
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=MARCHES)
-def cpu(request: pytest.FixtureRequest) -> CpuProvider:
-    return CpuProvider(request.param)
+def march(request: pytest.FixtureRequest) -> str:
+    march: str = request.param
+    return march
+
+
+@pytest.fixture(scope="module")
+def cpu(march: str) -> CpuProvider:
+    return CpuProvider(march)
 
 
 @pytest.mark.thirds
@@ -53,6 +69,38 @@ def test_result_does_not_depend_on_the_rest_of_the_batch() -> None:
         one = make_batch([length], case.batch.block_table[i : i + 1])
         alone = provider.attend(case.query[rows], case.key_cache, case.value_cache, one, case.masking)
         assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (9, 3)])
+def test_batch_invariance(heads: tuple[int, int], dtype: torch.dtype, march: str) -> None:
+    """Equal to the bit, wherever chunks of a prompt and its decodes begin; by default decodes have another order."""
+    provider = CpuProvider(march, batch_invariant=True)
+    for masks in ({}, {"window_left": 40}, {"window_left": 9, "softcap": 3.0, "sinks": True}):
+        for cache_dtype in (dtype, torch.int8):
+            case = make_case([(100, 140)], heads, dtype=dtype, block_tokens=37, **masks)
+            if cache_dtype == torch.int8:
+                case = in_int8(case)
+            whole = in_chunks(provider, case, 100)
+            for size in (1, 2, 64):
+                assert torch.equal(in_chunks(provider, case, size), whole), f"{masks}, chunks of {size}"
+            if dtype == torch.float32:  # others may be rounded to the same
+                assert not torch.equal(in_chunks(CpuProvider(march), case, 1), whole)
+
+
+@pytest.mark.parametrize("seed", range(0, 80, 3))
+def test_random_problem_with_batch_invariance(march: str, seed: int) -> None:
+    """Tiles begin before a window, where memory may be missing."""
+    check(CpuProvider(march, batch_invariant=True), random_case(seed))
+
+
+def in_int8(case: Case) -> Case:
+    """The same case over a cache of int8."""
+    shape = *case.key_cache.shape[:3], case.key_cache.shape[3] + 4
+    caches = torch.zeros(2, *shape, dtype=torch.int8)
+    keys, values = (cache.flatten(0, 1).nan_to_num() for cache in (case.key_cache, case.value_cache))
+    CpuProvider().write(keys, values, caches[0], caches[1], torch.arange(len(keys)))
+    return replace(case, key_cache=caches[0], value_cache=caches[1])
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from folio.kernels import KernelError, Masking, select_provider
-from tests.kernels.cases import check, make_case
+from tests.kernels.cases import check, in_chunks, make_case
 from tests.kernels.conftest import UseCompiler
 
 CPU = torch.device("cpu")
@@ -23,6 +23,21 @@ def test_unknown_or_unavailable_provider_is_an_error() -> None:
         select_provider("triton", CPU)
     with pytest.raises(KernelError, match="does not know the device mps"):
         select_provider("auto", torch.device("mps"))
+
+
+def test_batch_invariance_is_of_few_providers() -> None:
+    with pytest.raises(KernelError, match="sdpa is not batch-invariant; choose one of cpu, triton"):
+        select_provider("sdpa", CPU, batch_invariant=True)
+    provider, case = select_provider("auto", CPU, batch_invariant=True), make_case([(70, 70)])
+    assert torch.equal(in_chunks(provider, case, 1), in_chunks(provider, case, 70))
+    with pytest.raises(KernelError, match="no attention provider supports this call: cpu: takes at most 64"):
+        in_chunks(provider, make_case([(3, 9)], (65, 1)), 1)
+
+
+def test_without_a_compiler_none_is_batch_invariant(use_compiler: UseCompiler) -> None:
+    use_compiler(None)
+    with pytest.raises(KernelError, match=r"no attention provider for cpu is available: cpu: .*g\+\+"):
+        select_provider("auto", CPU, batch_invariant=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

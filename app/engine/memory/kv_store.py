@@ -89,7 +89,7 @@ def store_fingerprint(config: ResolvedConfig, model: LoadedModel, memory: KVMemo
         {name: value for name, value in key.place.items() if name != "model"},
         key.version,
         torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        [config.kv_dtype, config.attention, memory.prefixes.unit_tokens],
+        [config.kv_dtype, config.attention, config.batch_invariant, memory.prefixes.unit_tokens],
         [[group.layers, group.window_tokens, asdict(group.layout)] for group in memory.groups],
     ]
     return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=16).digest()

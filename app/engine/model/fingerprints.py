@@ -41,7 +41,8 @@ def fingerprints(config: EngineConfig, model: LoadedModel) -> Fingerprints:
         weights = files_sample(weight_files(resolve_model(config.model))) if config.load_format == "auto" else ""
     except OSError:  # they have been removed since
         weights = ""
-    more = [*common, str(model.dtype), config.quantization, config.kv_dtype, config.load_format, weights]
+    precision = [str(model.dtype), config.quantization, config.kv_dtype, config.batch_invariant]
+    more = [*common, *precision, config.load_format, weights]
     return Fingerprints(
         *(hashlib.blake2b(json.dumps(of).encode(), digest_size=16).hexdigest() for of in (common, more))
     )

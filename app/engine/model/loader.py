@@ -15,12 +15,13 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from folio.app.config.checkpoint import weight_faults
 from folio.app.config.engine import KVDtype, ResolvedConfig
 from folio.app.config.machine import Machine, check_resources
+from folio.app.engine.layers.batch_invariance import make_batch_invariant
 from folio.app.engine.layers.cpu_layer import run_in_one_call
 from folio.app.engine.layers.linear import keep_logits_unrounded
 from folio.app.engine.layers.sharding import install_collectives
 from folio.app.engine.lora.layers import LoRALayers
 from folio.app.engine.model.checkpoint_files import read_checkpoint, read_contents
-from folio.app.engine.model.checkpoint_module import make_module
+from folio.app.engine.model.checkpoint_module import MadeModule, make_module
 from folio.app.engine.model.context import context_length, read_config
 from folio.app.engine.model.kv_scales import StoredScales, cache_dtype, has_scales, stored_scales
 from folio.app.engine.model.pooling import Pooling, find_pooling
@@ -167,14 +168,23 @@ def load_model(
         )
         if has_scales(loaded.cache_dtype) and config.load_format == "auto":
             loaded = replace(loaded, stored_scales=stored_scales(weight_files(resolve_model(config.model))))
-        if comm is not None and made.plan is not None:
-            install_collectives(module, made.plan, comm)
-        elif adapters is None and device.type == "cpu":
-            logger.info("%d layers run in one call each", run_in_one_call(module))
-        keep_logits_unrounded(module.get_output_embeddings())
+        _complete(made, config, comm, whole=adapters is None and device.type == "cpu")
         undo.pop_all()
     _trim_heap()
     return loaded
+
+
+def _complete(made: MadeModule, config: ResolvedConfig, comm: Communicator | None, *, whole: bool) -> None:
+    """Let the module's products keep their order, and its layers have collectives or run in one call. Args: `whole`:
+    layers may."""
+    if config.batch_invariant:
+        make_batch_invariant(made.module, made.recurrent_layers, comm)
+    if comm is not None and made.plan is not None:
+        install_collectives(made.module, made.plan, comm)
+    elif whole:
+        logger.info("%d layers run in one call each", run_in_one_call(made.module))
+    output: Any = made.module.get_output_embeddings()
+    keep_logits_unrounded(output)
 
 
 def _trim_heap() -> None:

@@ -103,7 +103,7 @@ class Executor:
 
     def _observe(self, config: ResolvedConfig) -> ModelRunner:
         device, setting = self.model.module.device, config.decode_graphs
-        provider = select_provider(config.attention, device)
+        provider = select_provider(config.attention, device, batch_invariant=config.batch_invariant)
         self._graph_plan: GraphPlan | None = None
         if self.ranks is None and setting != "off" and device.type in CAPTURES:
             capture = CAPTURES[device.type](device, provider)

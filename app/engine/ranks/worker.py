@@ -115,7 +115,8 @@ class RankWorker:
             case RankOrder.LOAD:
                 return self._load()
             case RankOrder.OBSERVE:
-                provider = select_provider(self.spec.config.attention, self._device)
+                config = self.spec.config
+                provider = select_provider(config.attention, self._device, batch_invariant=config.batch_invariant)
                 self._runner = ModelRunner(self._model, provider)
             case RankOrder.MEMORY:
                 return self._memory.handle_order(message)

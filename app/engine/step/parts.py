@@ -110,7 +110,7 @@ class EngineParts:
             admit(self.memory, plan)
             self.start_times.lap("budget_s")
         self.max_model_len = fit_context(config, self.model, self.memory)
-        self_test(executor, self.memory.groups, config.kv_view)
+        self_test(executor, self.memory.groups, config.kv_view, batch_invariant=config.batch_invariant)
         executor.bind_memory(self.memory, pages)
         executor.enforce_step_timeout()
         self.start_times.lap("self_test_s")

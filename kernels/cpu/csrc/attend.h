@@ -38,7 +38,7 @@ inline Plan plan(const AttentionCall& call, int element_bytes, int num_threads) 
   const int positions_per_tile = std::max(1, kMaxRows / (call.num_q_heads / call.num_kv_heads));
   for (int32_t s = 0; s < call.num_seqs; s++) {
     const int32_t num_queries = call.cu_seqlens_q[s + 1] - call.cu_seqlens_q[s];
-    if (num_queries == 1) {
+    if (num_queries == 1 && !call.batch_invariant) {
       const int32_t position = call.cache_seqlens[s] - 1;
       const Span span = visible(call, s, position, position);
       const int32_t useful = std::max(1, (span.size() + most_tokens - 1) / most_tokens);

@@ -32,6 +32,7 @@ struct AttentionCall {
   int32_t dtype;                      // 0 float32, 1 bfloat16, 2 float16
   int32_t num_splits;                 // parts of a sequence's cache at most, 0: as many as are useful
   int32_t int8_cache;                 // 1: rows of int8_rows.h, 0: the cache has the dtype
+  int32_t batch_invariant;            // 1: a query's sums have one order, whatever is computed beside it
   float scale, softcap;               // softcap 0: none
 };
 

@@ -36,7 +36,8 @@ template <typename T>
 void multiply(Team& team, const ProductWeight& weight, const T* x, ProductResult out, void* panels, int64_t rows) {
 #if defined(FOLIO_MATRIX_TILES)
   if constexpr (std::is_same_v<T, BFloat16>)
-    if (rows >= (weight.parts->bits ? tiles::kLeastRowsOfCodes : tiles::kLeastRows) && tiles::available())
+    if (rows >= (weight.parts->bits ? tiles::kLeastRowsOfCodes : tiles::kLeastRows) && !weight.batch_invariant &&
+        tiles::available())
       return tiles::multiply(team, weight, x, out, panels, rows);
 #endif
   if (weight.parts->bits) return codes::multiply(team, weight, x, out, panels, rows);

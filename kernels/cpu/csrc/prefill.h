@@ -204,6 +204,8 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
   const int chunk_tokens = call.cu_seqlens_q[item.sequence + 1] - chunk_start;
   const int first_position = call.cache_seqlens[item.sequence] - chunk_tokens + item.first;
   const Span span = visible(call, item.sequence, first_position, first_position + item.count - 1);
+  // Tiles from one place on for all queries: the lane of a token, and so the order of sums, is that of its position.
+  const int first_token = call.batch_invariant ? span.begin / kTileTokens * kTileTokens : span.begin;
   const float* slopes = call.alibi_slopes ? call.alibi_slopes + item.sequence * call.alibi_stride : nullptr;
 
   uint32_t* queries = reinterpret_cast<uint32_t*>(scratch.queries);
@@ -228,8 +230,10 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
   const Cached *key_rows[2][kTileTokens], *value_rows_at[2][kTileTokens];
   Rows<Cached> source(call, item.sequence, span.begin);
   auto locate = [&](int start, int slot) {
-    const int count = std::min(kTileTokens, span.end - start);
-    source.next(count, key_rows[slot], value_rows_at[slot]);
+    const int count = std::min(kTileTokens, span.end - start), unseen = std::max(0, span.begin - start);
+    source.next(count - unseen, key_rows[slot] + unseen, value_rows_at[slot] + unseen);
+    std::fill_n(key_rows[slot], unseen, key_rows[slot][unseen]);  // may be holes; masked
+    std::fill_n(value_rows_at[slot], unseen, value_rows_at[slot][unseen]);
     for (int t = 0; t < count; t++) {
       key_rows[slot][t] += item.kv_head * call.key_head_stride;
       value_rows_at[slot][t] += item.kv_head * call.value_head_stride;
@@ -237,9 +241,9 @@ void prefill(const AttentionCall& call, const PrefillItem& item, PrefillScratch&
       prefetch(value_rows_at[slot][t], call.value_dim);
     }
   };
-  if (span.size()) locate(span.begin, 0);
+  if (span.size()) locate(first_token, 0);
 
-  for (int start = span.begin, slot = 0; start < span.end; start += kTileTokens, slot ^= 1) {
+  for (int start = first_token, slot = 0; start < span.end; start += kTileTokens, slot ^= 1) {
     const int count = std::min(kTileTokens, span.end - start);
     const int num_vecs = round_up(count, kLanes) / kLanes;
     if (start + kTileTokens < span.end) locate(start + kTileTokens, slot ^ 1);

@@ -26,6 +26,7 @@ struct ProductWeight {
   const int32_t* order;  // [inputs]: column i belongs to input order[i]; or null
   int64_t outputs, inputs;
   int32_t num_parts;
+  int32_t batch_invariant;  // 1: multiplied in vectors, however many rows there are
 };
 
 // What becomes of a product: it is stored in the dtype of its rows, or in float32, or added to float32.

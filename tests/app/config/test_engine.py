@@ -77,6 +77,10 @@ def test_a_file_and_a_script_name_the_store_alike() -> None:
             {"max_num_seqs": 0, "gpu_memory_utilization": 2, "kv_dtype": "fp8_e4m3", "attention": "cpu"},
             ["max_num_seqs is 0", "gpu_memory_utilization is 2", "kv_dtype is 'fp8_e4m3' and"],
         ),
+        (
+            {"batch_invariant": True, "attention": "sdpa", "adapter_dir": "adapters"},
+            ["batch_invariant is true and attention 'sdpa'", "batch_invariant is true and there are adapters"],
+        ),
     ],
 )
 def test_all_faults_are_named(settings: dict[str, Any], lines: list[str]) -> None:

@@ -99,7 +99,14 @@ def test_tenants_and_salts_stay_apart(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"dtype": "bfloat16"}, {"kv_dtype": "int8"}, {"block_tokens": 32}, {"quantization": "int8"}]
+    "settings",
+    [
+        {"dtype": "bfloat16"},
+        {"kv_dtype": "int8"},
+        {"block_tokens": 32},
+        {"quantization": "int8"},
+        {"batch_invariant": True},
+    ],
 )
 def test_other_settings_find_nothing(llama: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     with engine(llama, tmp_path) as first:

@@ -376,6 +376,7 @@ def test_outputs_continue_at_engines_with_the_same_weights(checkpoint: MakeCheck
     assert own == fingerprints(replace(config, max_num_seqs=3), model)
     assert own.outputs != fingerprints(replace(config, kv_dtype="int8"), model).outputs
     assert own.outputs != fingerprints(replace(config, quantization="int8"), model).outputs
+    assert own.outputs != fingerprints(replace(config, batch_invariant=True), model).outputs
     [weights] = folder.glob("*.safetensors")
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -51,16 +52,21 @@ def test_equals_float64(linear: CpuLinear, shape: tuple[int, int], bias: bool, d
         assert off <= LINEAR_TOLERANCE[dtype], f"{rows} rows: maximum difference {off:.2e}"  # NaN fails too
 
 
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("bits", [None, 4, 8])
-def test_a_row_does_not_depend_on_the_others(linear: CpuLinear, bits: Literal[4, 8] | None, dtype: torch.dtype) -> None:
-    """Nor on the number of threads, where there are enough for matrix tiles, or too few."""
+def test_a_row_does_not_depend_on_the_others(
+    linear: CpuLinear, bits: Literal[4, 8] | None, dtype: torch.dtype, invariant: bool
+) -> None:
+    """Nor on the number of threads, where there are enough for matrix tiles, or too few; batch-invariant weights are
+    not multiplied in tiles."""
     weight, bias = random_layer(200, 321, dtype)
     packed = linear.pack(weight) if bits is None else linear.pack_quantised(quantise(weight, bits), dtype)
+    packed = replace(packed, batch_invariant=invariant)
     x = torch.randn(45, 321).to(dtype)
     together = linear(x, packed, bias)
     threads = torch.get_num_threads()
     try:
-        tiled = dtype == torch.bfloat16 and "amx_bf16" in Path("/proc/cpuinfo").read_text()
+        tiled = not invariant and dtype == torch.bfloat16 and "amx_bf16" in Path("/proc/cpuinfo").read_text()
         few_together = linear(x[40:], packed, bias) if tiled else together
         for rows in (1, 2, 4, 5, 16, 28, 29, 45) if tiled else (1, 2, 5, 6, 14, 15, 28, 29, 45):
             torch.set_num_threads(1 + rows % 2)

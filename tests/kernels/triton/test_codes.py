@@ -55,6 +55,21 @@ def test_every_tile_cuts_the_last_rows_and_outputs(tile: CodeTile) -> None:
     check([random_weight(4, "nested offsets", tile.outputs + 5)], tile.rows + 3 * (tile.rows > 1), torch.bfloat16, tile)
 
 
+@pytest.mark.parametrize(("bits", "form"), [(4, "nested offsets"), (8, "wide groups")])
+def test_batch_invariance(bits: Bits, form: str) -> None:
+    """Each row has the bits that it has alone, also where many would be multiplied in 8 bits."""
+    torch.manual_seed(0)
+    linear = TritonCodes(DEVICE)
+    packed = replace(linear.pack_quantised(random_weight(bits, form, 20), torch.bfloat16), batch_invariant=True)
+    x = torch.randn(66, packed.inputs).to(DEVICE).bfloat16()
+    together = linear(x, packed)
+    for rows in (1, 17):
+        assert torch.equal(linear(x[-rows:], packed), together[-rows:]), f"{rows} rows"
+    experts = stacked([packed, packed])
+    ends = torch.tensor([3, 66], device=DEVICE)
+    assert torch.equal(linear.by_expert(x, experts, ends), together)
+
+
 @pytest.mark.parametrize(("bits", "form"), CASES)
 def test_rows_are_the_values(bits: Bits, form: str) -> None:
     weight, linear = random_weight(bits, form, 37), TritonCodes(DEVICE)

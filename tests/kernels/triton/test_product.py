@@ -56,6 +56,19 @@ def test_products(
                 assert off <= TOLERANCE[dtype], f"maximum difference {off:.2e}"
 
 
+def test_batch_invariance() -> None:
+    """Of any number of rows, each with the bits that it has alone."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(150, 192).to(DEVICE).bfloat16(), torch.randn(40, 192).to(DEVICE).bfloat16()
+    product = select_product(torch.device("cuda"), batch_invariant=True)
+    together = product(x, weight, None)
+    expected = x.double() @ weight.double().T
+    off = ((together - expected).abs().max() / expected.abs().max()).item()
+    assert off <= TOLERANCE[torch.bfloat16], f"maximum difference {off:.2e}"
+    for rows in (1, 2, 17, 65):
+        assert torch.equal(product(x[-rows:], weight, None), together[-rows:]), f"{rows} rows"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(unsupported(DEVICE) is not None, reason="no dependent launches here")
 def test_dependent_kernels_in_a_graph() -> None:

@@ -14,7 +14,7 @@ from folio.kernels.provider import FP8_DTYPES, AttentionCall, CacheScales, Kerne
 from folio.kernels.reference import ReferenceProvider
 from folio.kernels.triton.provider import TritonProvider
 from tests.kernels import cases
-from tests.kernels.cases import GuardedMemory
+from tests.kernels.cases import GuardedMemory, in_chunks
 from tests.kernels.triton.problems import ALL_MASKS, CUDA, DEVICE, TOLERANCE, check, make_case
 
 pytest.importorskip("triton")
@@ -48,6 +48,18 @@ def test_windows_end_anywhere_in_a_tile(provider: TritonProvider) -> None:
     for width in range(16, 33):
         check(provider, make_case([(2, 36)], (1, 1), (16, 16), window_left=width))
         check(provider, make_case([(7, 36 + width)], (2, 1), (16, 16), window_right=3))
+
+
+@pytest.mark.parametrize("masks", [{}, {"window_left": 21, "softcap": 3.0, "sinks": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batch_invariance(provider: TritonProvider, dtype: torch.dtype, masks: dict[str, Any]) -> None:
+    """Equal to the bit, wherever chunks of a prompt and its decodes begin; by default decodes have another order."""
+    case, invariant = make_case([(21, 90)], (3, 1), (16, 16), dtype, **masks), TritonProvider(batch_invariant=True)
+    whole = check(invariant, case)
+    for size in (1, 8):
+        assert torch.equal(in_chunks(invariant, case, size), whole), f"chunks of {size}"
+    if dtype == torch.float32:  # bfloat16 may be rounded to the same
+        assert not torch.equal(in_chunks(provider, case, 1), whole)
 
 
 @pytest.mark.parametrize("features", [{}, ALL_MASKS], ids=["plain", "all"])

@@ -65,7 +65,9 @@ def _install(driver: StandInDriver, monkeypatch: pytest.MonkeyPatch) -> None:
             driver.finish_work(1)
         return run(runner, batch)
 
-    monkeypatch.setattr(executor, "select_provider", lambda *args: StrictProvider(select_provider(*args), driver))
+    monkeypatch.setattr(
+        executor, "select_provider", lambda *args, **options: StrictProvider(select_provider(*args, **options), driver)
+    )
     copy = select_block_copy(torch.device("cpu"))
     if copy is not None:
         monkeypatch.setattr(kv_plan, "select_block_copy", lambda device: strict_copy(copy, driver))

@@ -76,6 +76,7 @@ def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         ("qwen2", {"dtype": "float16"}),
         ("gemma3n", {}),
         ("llama", {"load_format": "dummy"}),
+        ("yarn", {"dtype": "bfloat16", "quantization": "int4", "batch_invariant": True}),
     ],
     ids=str,
 )

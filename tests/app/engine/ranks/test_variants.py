@@ -125,7 +125,7 @@ def serve(folder: str) -> dict[str, Any]:
         max_model_len=1000,
         block_tokens=16,
     )
-    with patch.object(executor, "select_provider", lambda *_: Both()):
+    with patch.object(executor, "select_provider", lambda *_, **__: Both()):
         engine = Engine(config)
     try:
         seen.clear()

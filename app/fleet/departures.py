@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -103,7 +104,8 @@ class Departures:
                 others = (self.may_continue(name, call.model, other) for other in self._present)
                 if not call.is_leaving and any(others):
                     call.is_leaving = True
-                    call.loop.call_soon_threadsafe(call.leave)
+                    with suppress(RuntimeError):  # its loop has ended
+                        call.loop.call_soon_threadsafe(call.leave)
 
 
 def _of_model(outputs: Mapping[str, tuple[str, str]], model: str) -> tuple[str, str]:

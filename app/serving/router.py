@@ -165,7 +165,6 @@ class FolioRouter(BoundedWaitRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._set_replicas([r for r in self._by_name.values() if r.replica_id in self.curr_replicas])
-        self._note_departures()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -235,6 +234,7 @@ class FolioRouter(BoundedWaitRouter):
             raise error from None
 
     def _note_departures(self) -> None:
+        """Have the calls leave the replicas that do. Those of a replica that has died break off, and count as failed."""
         staying = self._by_name.keys() - self._draining
         DEPARTURES.update(self._staying, staying)
         self._staying = staying

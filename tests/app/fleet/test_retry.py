@@ -1,13 +1,16 @@
-"""Duplicates of a request whose first caller has died run one at a time."""
+"""Duplicates of a request whose first caller has died run one at a time; and what an ingress keeps of a call."""
 
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 import pytest
 
+from folio.app.engine import SamplingParams
 from folio.app.errors import UnavailableError
-from folio.app.fleet.retry import DuplicateGuard
+from folio.app.fleet.messages import Piece
+from folio.app.fleet.retry import DeliveredOutputs, DuplicateGuard
 
 
 class Calls:
@@ -82,3 +85,17 @@ async def test_cancelling_the_second_leaves_the_first() -> None:
     assert calls.running == ["first"]
     calls.release.set()
     await asyncio.gather(first, third)
+
+
+def test_delivered_tokens_take_few_bytes() -> None:
+    """A stream may have 100,000 tokens, and an ingress a thousand streams."""
+    params, pieces = SamplingParams(n=2), [Piece("x" * 40, tuple(range(10))) for _ in range(10_000)]
+    tracemalloc.start()
+    try:
+        delivered = DeliveredOutputs(params)
+        for piece in pieces:
+            delivered.note(piece)
+        assert tracemalloc.get_traced_memory()[0] < 8 * 100_000
+    finally:
+        tracemalloc.stop()
+    assert [len(output.token_ids) for output in delivered.begun()] == [100_000, 0]

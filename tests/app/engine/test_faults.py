@@ -429,7 +429,7 @@ CASES = [
 EXEMPT = {
     "composes the step out of the memory's books": (
         "schedule.scheduler.* schedule.scheduled.* schedule.admission.* schedule.waiting_queue.* "
-        "schedule.running.RunningRequests.*"
+        "schedule.running.RunningRequests.* schedule.read_ahead.*"
     ),
     "lays the step out": "execution.planner.* execution.rows.* layers.batch.*",
     "the boundary itself": "step.decoding.Decoder._add request.faults.attribute_failures.*",

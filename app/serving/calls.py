@@ -109,7 +109,7 @@ class ReplicaClient:
 
     async def stream_fork(self, call: ForkCall) -> AsyncGenerator[Piece, None]:
         """The forks as they are generated. Closing cancels them. The output to fork may have continued elsewhere."""
-        has_begun = False
+        has_begun, asked = False, {call.replica}
         while True:
             try:
                 async with aclosing(self._retried(call)) as pieces:
@@ -118,8 +118,9 @@ class ReplicaClient:
                         yield piece
                 return
             except (UnknownRequestError, UnavailableError):
-                if has_begun or (replica := await holder_of(self._handle, call)) is None:
+                if has_begun or (replica := await holder_of(self._handle, call)) is None or replica in asked:
                     raise
+                asked.add(replica)
                 call = replace(call, replica=replica)
 
     async def ready(self) -> None:

@@ -389,6 +389,20 @@ async def test_a_fork_goes_where_its_output_is(
     assert not left
 
 
+async def test_a_fork_is_refused_once_by_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two have another caller's output, which may have ended at both."""
+
+    async def answers_of_each(handle: Any, *question: Any, timeout_s: float) -> list[Any]:
+        return [HERE, THERE]
+
+    monkeypatch.setattr(peers, "answers_of_each", answers_of_each)
+    error = RayTaskError("generate", "traceback", UnknownRequestError("none"))
+    replicas, handle = replicas_with(script=lambda call: [error])
+    with pytest.raises(UnknownRequestError):
+        await replicas.complete_fork(FORK)
+    assert [call.replica for call in handle.calls] == ["a", "b"]
+
+
 async def test_a_fork_continues_at_any_replica() -> None:
     """From what its parent had generated, and it itself has delivered."""
     inherited = tuple(BegunOutput(index, [8, 9], 2, 1) for index in range(2))

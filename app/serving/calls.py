@@ -66,7 +66,7 @@ class ReplicaClient:
         )
         self._num_continued = metrics.Counter(
             "folio_continued_calls",
-            "Calls with output that continued at another replica, because the first was gone, or is to go.",
+            "Calls that went on at another replica: the first was gone and they had output, or it is to go.",
             tag_keys=("reason",),
         )
 
@@ -205,10 +205,13 @@ class ReplicaClient:
                                 yield piece
                         continue
                     if place is None:
-                        place = DEPARTURES.place(PlacedCall(item[0].replica, call.model, response.cancel))
-                        if shared is not None:
-                            shared[0].begun(shared[1], place.replica)
-                    for piece in item:
+                        replica = item if isinstance(item, str) else item[0].replica
+                        place = DEPARTURES.place(PlacedCall(replica, call.model, response.cancel))
+                        retries.note_place(replica)
+                    pieces = [] if isinstance(item, str) else item  # a name: the first piece is late
+                    if pieces and shared is not None and shared[1].replica is None:
+                        shared[0].begun(shared[1], place.replica)
+                    for piece in pieces:
                         finished |= piece.ends_request
                         yield piece
                 if not finished:

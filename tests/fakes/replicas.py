@@ -22,7 +22,8 @@ Script = Callable[[Any], list[Any]]
 
 
 class Response:
-    """A handle's streamed response. `items`: pieces, a `Progress`, the call of forks, an exception to raise, seconds
+    """A handle's streamed response. `items`: pieces, a `Progress`, the call of forks, the name of a late
+    replica, an exception to raise, seconds
     before a heartbeat, or `None` to hang."""
 
     def __init__(self, items: list[Any]) -> None:
@@ -34,10 +35,10 @@ class Response:
         self.cancelled = True
         self._cancelling.set()
 
-    async def __aiter__(self) -> AsyncIterator[list[Piece] | GenerateRequest | Progress]:
+    async def __aiter__(self) -> AsyncIterator[list[Piece] | GenerateRequest | Progress | str]:
         try:
             for item in self.items:
-                if isinstance(item, Progress | GenerateRequest):
+                if isinstance(item, Progress | GenerateRequest | str):
                     yield item
                 elif isinstance(item, float):
                     await asyncio.sleep(item)

@@ -206,7 +206,7 @@ class ReplicaClient:
                         continue
                     if place is None:
                         replica = item if isinstance(item, str) else item[0].replica
-                        place = DEPARTURES.place(PlacedCall(replica, call.model, response.cancel))
+                        place = DEPARTURES.place(PlacedCall(replica, call.model, response.cancel, retries.can_leave))
                         retries.note_place(replica)
                     pieces = [] if isinstance(item, str) else item  # a name: the first piece is late
                     if pieces and shared is not None and shared[1].replica is None:
@@ -218,7 +218,7 @@ class ReplicaClient:
                     raise call_broken_error()
         except UnavailableError:
             if place is not None and place.is_leaving and not finished:
-                raise CallMovedError(f"{place.replica} stops; send the request again") from None
+                raise CallMovedError(place.replica) from None
             if not finished:  # else nothing is missing but the end of the stream
                 raise
         finally:

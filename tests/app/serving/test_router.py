@@ -561,6 +561,7 @@ async def test_calls_that_went_on_elsewhere_are_counted(
     router = router_for(replicas)
     for number, had in enumerate(({}, {"begun": (BegunOutput(0, [1]),)}, {"held_at": "there"})):
         await choose(router, pending(number, **had))
+    await asyncio.sleep(0)  # until its placement is noted
     assert [reason for _, reason in decisions()] == ["continued", "continued", "no report"]
     assert DECISIONS.num_continued(time.monotonic()) == 2
     assert DECISIONS.num_continued(time.monotonic() + 60.0) == 0

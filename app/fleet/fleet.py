@@ -43,6 +43,7 @@ class RoutedRequest:
         keys: keys of its whole units from the beginning on (`folio.vmem.key_of`); empty until `unit_tokens` is known.
         session: the client's name for related requests, a hint.
         is_begun: another replica has computed the prompt, and its blocks follow.
+        stays: the replica that computes the prompt decodes it.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class RoutedRequest:
     keys: Sequence[bytes] = ()
     session: str | None = None
     is_begun: bool = False
+    stays: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from folio.app.errors import UnavailableError
 from folio.app.fleet.fleet import Fleet, RoutedRequest
 from folio.app.fleet.policies import LeastLoaded, Policy
+
+
+class PrefilledError(UnavailableError):
+    """The call's prompt is computed, and it continues at a decode replica."""
 
 
 class Roles:
@@ -37,10 +42,10 @@ class ByRole:
     """Ranks the replicas of the request's role first.
 
     New prompts go by `policy`. Calls with output, whose blocks follow them, go to the decode replica with the fewest
-    requests.
+    requests. A call that cannot move is computed and decoded at a decode replica.
 
     Args:
-        least_tokens: a new prompt of which a decode replica has cached all but fewer tokens is computed there.
+        least_tokens: a new prompt of which a decode replica has cached all but fewer tokens is computed there, too.
     """
 
     def __init__(self, policy: Policy, fleet: Fleet, roles: Roles, least_tokens: int) -> None:
@@ -56,7 +61,7 @@ class ByRole:
             ranked = self._least_loaded.rank_replicas(request, decode, now)
             return ranked + self._policy.rank_replicas(request, prefill, now)
         new_tokens = request.num_tokens - int(self._fleet.cached_tokens(request, decode).max())
-        if new_tokens < self._least_tokens:
+        if request.stays or new_tokens < self._least_tokens:
             return self._policy.rank_replicas(request, decode, now) + self._least_loaded.rank_replicas(
                 request, prefill, now
             )

@@ -18,9 +18,18 @@ from folio.app.engine.report import Progress
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import OverloadedError, UnavailableError, UnknownRequestError
 from folio.app.fleet.departures import DEPARTURES, CallMovedError, PlacedCall
-from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPooling, grouped_to_pool, whole_outputs
+from folio.app.fleet.messages import (
+    ForkCall,
+    GenerateRequest,
+    Piece,
+    Prefilled,
+    ServedPooling,
+    grouped_to_pool,
+    whole_outputs,
+)
 from folio.app.fleet.overload import LoadShedder
 from folio.app.fleet.retry import CallRetries, CallWindow, Reason
+from folio.app.fleet.roles import PrefilledError
 from folio.app.fleet.streams import SILENCE_S, interleave, without_heartbeats
 from folio.app.http.request_context import current_context
 from folio.app.serving.peers import answers_of_each, holder_of
@@ -66,7 +75,7 @@ class ReplicaClient:
         )
         self._num_continued = metrics.Counter(
             "folio_continued_calls",
-            "Calls with output that continued at another replica, because the first was gone, or is to go.",
+            "Calls with output that continued at another replica: the first was gone, is to go, or computes prompts.",
             tag_keys=("reason",),
         )
 
@@ -172,9 +181,9 @@ class ReplicaClient:
                 await retries.pause()
 
     def _count(self, reason: Reason | None) -> None:
-        if reason in ("continued", "moved"):
+        if reason in ("continued", "moved", "prefilled"):
             self._num_continued.inc(tags={"reason": reason})
-            if (context := current_context()) is not None:
+            if reason != "prefilled" and (context := current_context()) is not None:
                 context.num_continued += 1
         elif reason is not None:
             self._num_retries.inc(tags={"reason": reason})
@@ -204,6 +213,8 @@ class ReplicaClient:
                                 finished = piece.ends_request
                                 yield piece
                         continue
+                    if leaves := isinstance(item, Prefilled):
+                        item = item.pieces
                     if place is None:
                         place = DEPARTURES.place(PlacedCall(item[0].replica, call.model, response.cancel))
                         if shared is not None:
@@ -211,6 +222,8 @@ class ReplicaClient:
                     for piece in item:
                         finished |= piece.ends_request
                         yield piece
+                    if leaves:
+                        raise PrefilledError(f"{place.replica} has computed the prompt")
                 if not finished:
                     raise call_broken_error()
         except UnavailableError:

@@ -33,6 +33,7 @@ from folio.app.fleet.messages import (
     HostedModel,
     HotPrefixes,
     Piece,
+    Prefilled,
     ServedPooling,
     SharedStreamCall,
     reports_as_stats,
@@ -65,7 +66,7 @@ _CLOSE_S = 60.0
 _ANSWER_S = 5.0
 
 T = TypeVar("T")
-ReplicaItem: TypeAlias = list[Piece] | GenerateRequest | int | Progress
+ReplicaItem: TypeAlias = list[Piece] | Prefilled | GenerateRequest | int | Progress
 
 
 class _ProcessExit:

@@ -15,15 +15,15 @@ from folio.app.engine.model.tokenizer import load_tokenizer
 from folio.app.engine.report import Progress
 from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.errors import UnavailableError
-from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, Prefilled
 from tests.local_server import a_model, ingress_of
 
 Script = Callable[[Any], list[Any]]
 
 
 class Response:
-    """A handle's streamed response. `items`: pieces, a `Progress`, the call of forks, an exception to raise, seconds
-    before a heartbeat, or `None` to hang."""
+    """A handle's streamed response. `items`: pieces, a `Progress`, the call of forks, `Prefilled`, an exception to
+    raise, seconds before a heartbeat, or `None` to hang."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
@@ -34,10 +34,10 @@ class Response:
         self.cancelled = True
         self._cancelling.set()
 
-    async def __aiter__(self) -> AsyncIterator[list[Piece] | GenerateRequest | Progress]:
+    async def __aiter__(self) -> AsyncIterator[list[Piece] | Prefilled | GenerateRequest | Progress]:
         try:
             for item in self.items:
-                if isinstance(item, Progress | GenerateRequest):
+                if isinstance(item, Progress | GenerateRequest | Prefilled):
                     yield item
                 elif isinstance(item, float):
                     await asyncio.sleep(item)

@@ -174,7 +174,7 @@ class EngineConfig:
             are refused with `OverloadedError`. `None`: no bound. "auto": four times `max_num_seqs` in a server, no
             bound in a script.
         warm_up: before its first request, a server's engine runs what that request would wait for.
-        restore_prefixes_s: most time in which a new replica computes, before its first request, the pinned and hot
+        restore_prefixes_s: most time in which a new replica gets, before its first request, the pinned and hot
             prefixes of other replicas; 0: none.
         skip_tokenizer_init: no tokenizer: prompts are token ids and there is no text.
         load_format: "dummy": random weights, of the draft model too, made on the device, the same each time; of `model`

@@ -148,10 +148,13 @@ class AsyncEngine:
         """See `folio.app.engine.model.fingerprints`."""
         return self._engine.fingerprints()
 
-    @property
-    def held_at(self) -> str:
-        """Where other engines get what this one has begun, see `EngineRequest.held_at`."""
-        return "" if self._engine.handover is None else self._engine.handover.giver.address
+    def held_at(self, host: str) -> str:
+        """Where other engines get what this one has begun, see `EngineRequest.held_at`.
+
+        Args:
+            host: this machine's address, for engines of other machines.
+        """
+        return "" if self._engine.handover is None else self._engine.handover.address(host)
 
     def hot_prefixes(self) -> list[CachedPrefix]:
         """Prefixes that a new peer engine should compute. Raises `UnavailableError` once the engine has stopped."""

@@ -221,7 +221,9 @@ def hot_prefixes(engine: Engine) -> list[CachedPrefix]:
     """Prefixes for a new peer replica: those that clients have pinned, and those hit most. From any thread."""
     configured = engine.config.pinned_prompts.keys() | engine.config.pinned_system_prompts.keys()
     pinned = [prefix for prefix in engine.pinned_prefixes() if prefix.pin_name not in configured]
-    return pinned + engine.memory.prefixes.hot_prefixes(_MOST_HOT_TOKENS)[:_MOST_HOT_PREFIXES]
+    held_at = "" if engine.handover is None else engine.handover.address()
+    hot = engine.memory.prefixes.hot_prefixes(_MOST_HOT_TOKENS)[:_MOST_HOT_PREFIXES]
+    return [replace(prefix, held_at=held_at) for prefix in pinned + hot]
 
 
 def merge_hot_prefixes(reports: Sequence[Sequence[CachedPrefix]], most_tokens: int) -> list[CachedPrefix]:
@@ -248,12 +250,13 @@ def merge_hot_prefixes(reports: Sequence[Sequence[CachedPrefix]], most_tokens: i
 
 
 def warm_prefixes(engine: Engine, reports: Sequence[Sequence[CachedPrefix]], limit_s: float) -> WarmedPrefixes:
-    """Compute, and pin where they are pinned, the `hot_prefixes` of engines with the same `Fingerprints.prefixes`.
+    """Get, and pin where they are pinned, the `hot_prefixes` of engines with the same `Fingerprints.prefixes`: from
+    them, where that takes less time than to compute them.
 
     The engine must have no other request. A failed step ends the warm-up early.
 
     Args:
-        limit_s: prefixes that are not computed within this time are left out.
+        limit_s: prefixes that are not there within this time are left out.
 
     Raises:
         UnavailableError: a rank is lost.
@@ -308,9 +311,10 @@ def _add_prefixes(engine: Engine, prefixes: Sequence[CachedPrefix]) -> dict[str,
 def _add_prefix(engine: Engine, request_id: str, prefix: CachedPrefix) -> None:
     adapter = adapter_of(prefix.keys)
     if prefix.pin_name is None:
-        _add(engine, request_id, prefix.token_ids, SamplingParams(max_tokens=1), prefix.keys, adapter)
+        _add(engine, request_id, prefix.token_ids, SamplingParams(max_tokens=1), prefix.keys, adapter, prefix.held_at)
     else:
-        engine.prepare_pin(prefix.pin_name, prefix.token_ids, prefix_keys=prefix.keys, adapter=adapter)(request_id)
+        options = {"prefix_keys": prefix.keys, "adapter": adapter, "held_at": prefix.held_at}
+        engine.prepare_pin(prefix.pin_name, prefix.token_ids, **options)(request_id)
 
 
 def _add(
@@ -320,11 +324,14 @@ def _add(
     params: SamplingParams,
     keys: tuple[str, ...],
     adapter: str | None = None,
+    held_at: str = "",
 ) -> None:
     """Queue a request of the engine itself; it asks for pooling if the model does not generate."""
     pooling = None
     if not engine.model.generates:
         assert engine.model.pooling is not None
         pooling = PoolingParams(engine.model.pooling.kind)
-    request = EngineRequest(request_id, token_ids, params, adapter=adapter, pooling=pooling, prefix_keys=keys)
+    request = EngineRequest(
+        request_id, token_ids, params, adapter=adapter, pooling=pooling, prefix_keys=keys, held_at=held_at
+    )
     engine.prepare(request)(request_id)

@@ -10,7 +10,7 @@ from threading import Lock
 
 from folio.app.errors import UnavailableError
 
-# Replicas that have left and are remembered, for calls whose first output comes later.
+# Replicas that have left and are remembered, for calls that are placed later.
 _MOST_LEFT = 1000
 
 
@@ -20,7 +20,7 @@ class CallMovedError(UnavailableError):
 
 @dataclass(eq=False)
 class PlacedCall:
-    """A call with output of a model at a replica. `leave` ends it there; called in `loop`, once."""
+    """A call of a model at a replica. `leave` ends it there; called in `loop`, once."""
 
     replica: str
     model: str
@@ -81,7 +81,7 @@ class Departures:
         return _of_model(self._outputs.get(replica, {}), model)[1]
 
     def place(self, call: PlacedCall) -> PlacedCall:
-        """Note a call at the replica that has begun it, until `remove`."""
+        """Note a call at the replica that has it, until `remove`."""
         with self._lock:
             self._calls.setdefault(call.replica, set()).add(call)
             self._end_calls()

@@ -42,7 +42,7 @@ Reason = Literal["unavailable", "overloaded", "continued", "moved", "prefilled"]
 
 class DeliveredOutputs:
     """What a caller has of its call's outputs: 4 bytes a token, from which another replica continues. `begun_by`: the
-    first replica; `held_by`: the latest.
+    first replica; `held_by`: the one that has the call, or had it.
 
     Args:
         params: with a seed, from which alone the noise of every replica follows.
@@ -59,7 +59,6 @@ class DeliveredOutputs:
 
     def note(self, piece: Piece) -> Piece:
         """Note a piece before it is delivered; returns it with the cached tokens that the first replica has found."""
-        self.held_by = piece.replica
         if piece.finish_reason is not None:
             self._left.pop(piece.index, None)
         else:
@@ -149,8 +148,12 @@ class CallRetries:
             stopped=self._stopped,
             begun=begun,
             begun_by=self._delivered.begun_by,
-            held_at=DEPARTURES.held_at(self._delivered.held_by, self._call.model) if begun else "",
+            held_at=DEPARTURES.held_at(self._delivered.held_by, self._call.model),
         )
+
+    def note_place(self, replica: str) -> None:
+        """Note the replica that has the call."""
+        self._delivered.held_by = replica
 
     def delivered(self, piece: Piece) -> Piece:
         """Note a piece before its delivery; see `DeliveredOutputs.note`."""

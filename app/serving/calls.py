@@ -75,7 +75,7 @@ class ReplicaClient:
         )
         self._num_continued = metrics.Counter(
             "folio_continued_calls",
-            "Calls with output that continued at another replica: the first was gone, is to go, or computes prompts.",
+            "Calls that went on at another replica: the first was gone and they had output, is to go, or prefills.",
             tag_keys=("reason",),
         )
 
@@ -213,13 +213,16 @@ class ReplicaClient:
                                 finished = piece.ends_request
                                 yield piece
                         continue
-                    if leaves := isinstance(item, Prefilled):
-                        item = item.pieces
+                    leaves = isinstance(item, Prefilled)
+                    # A name: the first piece is late.
+                    pieces = [] if isinstance(item, str) else item.pieces if leaves else item
                     if place is None:
-                        place = DEPARTURES.place(PlacedCall(item[0].replica, call.model, response.cancel))
-                        if shared is not None:
-                            shared[0].begun(shared[1], place.replica)
-                    for piece in item:
+                        replica = item if isinstance(item, str) else pieces[0].replica
+                        place = DEPARTURES.place(PlacedCall(replica, call.model, response.cancel))
+                        retries.note_place(replica)
+                    if pieces and not leaves and shared is not None and shared[1].replica is None:
+                        shared[0].begun(shared[1], place.replica)
+                    for piece in pieces:
                         finished |= piece.ends_request
                         yield piece
                     if leaves:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ray import serve
+from ray.util import get_node_ip_address
 
 from folio.app.config.added_model import check_added
 from folio.app.config.logs import configure_logs
@@ -66,7 +67,7 @@ _CLOSE_S = 60.0
 _ANSWER_S = 5.0
 
 T = TypeVar("T")
-ReplicaItem: TypeAlias = list[Piece] | Prefilled | GenerateRequest | int | Progress
+ReplicaItem: TypeAlias = list[Piece] | Prefilled | GenerateRequest | int | str | Progress
 
 
 class _ProcessExit:
@@ -151,7 +152,7 @@ class EngineReplica:
             [engine] = self._shelf.engines().values()
             self._member.follow(partial(engine.load, most_keys=0))
         self._meter = ReplicaMeter()
-        self._status = partial(replica_status, self._shelf, self._name)
+        self._status = partial(replica_status, self._shelf, self._name, get_node_ip_address())
         self._additions = ShelfAdditions(
             shelf, self._shelf, table, None if copy is None else copy.refresh, self._device
         )
@@ -184,21 +185,20 @@ class EngineReplica:
             raise
 
     async def generate_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[ReplicaItem]:
-        """The outputs as they are generated: `RequestStreams.pieces`. A number is that of the shared stream that
-        carries all later pieces. Also for whole answers: unlike a plain one, a stream has heartbeats, and it ends when
-        its caller dies (if sent by value, see `folio.app.compat.ray`).
+        """The outputs as they are generated: `RequestStreams.pieces`. A number is that of the shared stream with all
+        later pieces, a string this replica's name, when the first piece is late. Also for whole answers: unlike a plain
+        one, a stream has heartbeats, and it ends with its caller (if sent by value, see `folio.app.compat.ray`).
 
         Raises:
             UnknownRequestError: the request to fork is not here, or has ended.
         """
-        share, beat_s, beat = None, BEAT_S, None
-        if isinstance(call, GenerateRequest):
-            share = call.share
-            if call.shows_progress:
-                beat_s, beat = PROGRESS_S, partial(asyncio.to_thread, self._requests.progress, call)
+        beat_s, beat = BEAT_S, None
+        share, late = (call.share, self._name) if isinstance(call, GenerateRequest) else (None, None)
+        if isinstance(call, GenerateRequest) and call.shows_progress:
+            beat_s, beat = PROGRESS_S, partial(asyncio.to_thread, self._requests.progress, call)
         async with (
             aclosing(self._requests.pieces(call)) as lists,
-            aclosing(with_heartbeats(self._shared.route_pieces(lists, share), beat_s, beat)) as items,
+            aclosing(with_heartbeats(self._shared.route_pieces(lists, share), beat_s, beat, late)) as items,
         ):
             async for item in items:
                 yield item

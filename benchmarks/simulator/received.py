@@ -29,7 +29,7 @@ class ReceivedBlocks(ReadAhead):
         """Note that the blocks of a request, about to be added, are here."""
         self._ids.add(request_id)
 
-    def begin(self, request: Request, most_reads: int = 0, least_units: int = 0) -> None:
+    def begin(self, request: Request, is_head: bool = False, least_units: int = 0) -> None:
         pass
 
     def is_awaited(self, request: Request, fits: Callable[[int], bool]) -> bool:

@@ -22,8 +22,8 @@ Script = Callable[[Any], list[Any]]
 
 
 class Response:
-    """A handle's streamed response. `items`: pieces, a `Progress`, the call of forks, `Prefilled`, an exception to
-    raise, seconds before a heartbeat, or `None` to hang."""
+    """A handle's streamed response. `items`: pieces, a `Progress`, the call of forks, `Prefilled`, the name of a late
+    replica, an exception to raise, seconds before a heartbeat, or `None` to hang."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
@@ -34,10 +34,10 @@ class Response:
         self.cancelled = True
         self._cancelling.set()
 
-    async def __aiter__(self) -> AsyncIterator[list[Piece] | Prefilled | GenerateRequest | Progress]:
+    async def __aiter__(self) -> AsyncIterator[list[Piece] | Prefilled | GenerateRequest | Progress | str]:
         try:
             for item in self.items:
-                if isinstance(item, Progress | GenerateRequest | Prefilled):
+                if isinstance(item, Progress | GenerateRequest | Prefilled | str):
                     yield item
                 elif isinstance(item, float):
                     await asyncio.sleep(item)

@@ -161,12 +161,14 @@ class CachedPrefix:
         keys: see `TokenChain`.
         hits: sequences that began with exactly these units.
         pin_name: the name of the pin, if the prefix is pinned.
+        held_at: where another process gives its blocks (`folio.vmem.prefix.store.handover`); empty: nowhere.
     """
 
     token_ids: tuple[int, ...]
     keys: tuple[str, ...]
     hits: int
     pin_name: str | None = None
+    held_at: str = ""
 
 
 class HotNodes(Generic[Node]):

@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import stat
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 
 import torch
@@ -51,12 +53,29 @@ def open_store(config: ResolvedConfig, model: LoadedModel, memory: KVMemory) -> 
         raise ConfigError(f"kv_store cannot be used: {error}; set another dir, more bytes, or leave it out") from error
 
 
-@dataclass(frozen=True, slots=True)
 class Handover:
-    """Cached prefixes from and to other processes of this machine."""
+    """Cached prefixes from and to other engines."""
 
-    giver: PrefixGiver
-    receiver: PrefixReceiver
+    def __init__(self, giver: PrefixGiver, receiver: PrefixReceiver) -> None:
+        self.giver, self.receiver = giver, receiver
+        self._lock = threading.Lock()
+
+    def address(self, host: str = "") -> str:
+        """Where other engines get prefixes. From any thread.
+
+        Args:
+            host: this machine's address, where those of other machines get them, unless it is a loopback address.
+        """
+        with self._lock:
+            if host and host != self.receiver.host:
+                self.receiver.host = host
+                if ip_address(host).is_loopback:
+                    return str(self.giver.address)
+                try:
+                    self.giver.listen(host)
+                except OSError as error:
+                    logger.warning("requests that move to other machines are computed there again: %s", error)
+            return str(self.giver.address)
 
     def close(self) -> None:
         self.receiver.close()

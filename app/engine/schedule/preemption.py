@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 PreemptionMode = Literal["swap", "recompute"]
 # Where a prefix is read from that is not cached.
-ReadFrom = Literal["disk", "process"]
+ReadFrom = Literal["disk", "process", "machine"]
 
 # An observation counts half after this many more.
 _HALF_LIFE = 200

@@ -14,9 +14,9 @@ from folio.vmem.prefix.store.handover import PrefixReceiver
 from folio.vmem.prefix.store.installer import FoundPrefix, PrefixInstaller
 from folio.vmem.prefix.store.prefix_store import PrefixStore
 
-# Bytes that are read for a request before they are installed, and requests for which that is done before they are the
-# queue's head: both bound the host memory that read prefixes take.
-_PART_BYTES, _MOST_READS = 64 << 20, 4
+# Bytes that are read from disk for a request before they are installed, and those that are read for all requests but
+# the queue's head: both bound the host memory that read prefixes take.
+_PART_BYTES, _MOST_BYTES = 64 << 20, 256 << 20
 # The queue's head waits for a part as long as computing it would take, or at least so long, and at most so long for all
 # parts: a head that does not begin for some seconds more fails (`step_loop`).
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.1, 3.0
@@ -59,10 +59,11 @@ class ReadAhead:
     def __contains__(self, request: Request) -> bool:
         return request in self._reads
 
-    def begin(self, request: Request, most_reads: int = _MOST_READS, least_units: int = 0) -> None:
-        """Begin to read a waiting request's prefix, if that is worth it and not too many are being read.
+    def begin(self, request: Request, is_head: bool = False, least_units: int = 0) -> None:
+        """Begin to read a waiting request's prefix, if that is worth it and not too much is being read.
 
         Args:
+            is_head: of the queue.
             least_units: only what comes after so many cached units.
         """
         if (source := self._source(request)) is None:
@@ -70,7 +71,8 @@ class ReadAhead:
         for ended in [other for other in self._reads if not other.sequences]:
             self._reads.pop(ended).prefix.is_cancelled = True
         sequence = request.sequences[0]
-        if request in self._reads or len(self._reads) >= most_reads or sequence.reads_whole_prompt:
+        num_bytes = sum(read.prefix.num_bytes for read in self._reads.values())
+        if request in self._reads or (num_bytes >= _MOST_BYTES and not is_head) or sequence.reads_whole_prompt:
             return
         prefix = source.find()
         if prefix is None or prefix.first_units < least_units:
@@ -92,7 +94,7 @@ class ReadAhead:
         now = time.perf_counter()
         if request is not self._head[0]:
             self._head = request, now
-            self.begin(request, _MOST_READS + 1)
+            self.begin(request, is_head=True)
         if (read := self._reads.get(request)) is None:
             return False
         head_since, prefix = self._head[1], read.prefix
@@ -109,7 +111,7 @@ class ReadAhead:
         del self._reads[request]
         request.held_at = ""  # it has been asked
         if self._install(read) and not is_late:
-            self.begin(request, _MOST_READS + 1, least_units=prefix.num_units)
+            self.begin(request, is_head=True, least_units=prefix.num_units)
         return request in self._reads
 
     def _source(self, request: Request) -> _Source | None:
@@ -117,7 +119,8 @@ class ReadAhead:
         if self._receiver is not None and request.held_at:
             receiver = self._receiver
             find = partial(receiver.find, sequence.chain, sequence.token_ids)
-            return _Source("process", find, partial(receiver.read, address=request.held_at), receiver)
+            name: ReadFrom = "machine" if receiver.is_remote(request.held_at) else "process"
+            return _Source(name, find, partial(receiver.read, address=request.held_at), receiver)
         if self._store is None:
             return None
         prefixes = self._store.prefixes

@@ -125,7 +125,7 @@ def test_its_blocks_come_from_the_engine_that_has_begun_it(held_at: str, make_en
         deltas += first.step()
     request = EngineRequest("request", prompt, params, begun=left_of(deltas, params))
     assert first.handover is not None
-    address = first.handover.giver.address if held_at == "there" else held_at
+    address = first.handover.address() if held_at == "there" else held_at
     second.recovery.observe_step(100, 0, 10.0)  # computing is known to take long
     second.prepare(replace(request, held_at=address))("elsewhere")
     rest = run(second)["elsewhere"]

@@ -311,6 +311,27 @@ def test_a_new_engine_has_what_others_are_asked_for(make: MakeEngine) -> None:
         assert cached_of(engine, [*tokens(48, 5), 7], tenant="a") == 48
 
 
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_new_engine_gets_the_blocks_of_one_that_still_runs(make: MakeEngine, runs: bool) -> None:
+    old, new = (make() for _ in range(2))
+    old.pin("pin", "rules", tokens(48, 5))
+    run(old)
+    for _ in range(2):
+        cached_of(old, tokens(65))
+    told = hot_prefixes(old)
+    if not runs:
+        assert old.handover is not None
+        old.handover.close()
+    new.recovery.observe_step(100, 0, 10.0)  # computing is known to take long
+    restored = warm_prefixes(new, [told], 60)
+    assert (restored.pinned, restored.hot, restored.failed, restored.late) == (1, 1, 0, 0)
+    assert new.handover is not None
+    assert bool(new.handover.receiver.num_bytes) == runs
+    new.check_integrity()
+    assert cached_of(new, [*tokens(48, 5), 7]) == 48
+    assert cached_of(new, tokens(65)) == 64
+
+
 def test_a_restored_pin_has_its_adapter(make: MakeEngine, llama: Path, tmp_path: Path) -> None:
     """Regression: it was computed without the adapter, whose requests then gave other tokens."""
     make_adapter(tmp_path, llama, r"_proj$")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from folio.app.errors import UnavailableError
+from folio.app.fleet import streams
 from folio.app.fleet.streams import StreamPace, affordable_items_per_s, interleave, with_heartbeats, without_heartbeats
 
 BEAT_S = 0.01
@@ -45,6 +46,16 @@ async def test_heartbeats_fill_silence_and_no_item_is_lost() -> None:
         items.queue.put_nowait(None)
         assert [item async for item in stream if item != []] == []
     assert items.closed
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_what_comes_first_when_the_first_item_is_late(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "LATE_S", 0.0 if is_late else 60.0)
+    items = Items()
+    if not is_late:
+        items.queue.put_nowait(["a"])
+    async with aclosing(with_heartbeats(items(), BEAT_S, late="replica")) as stream:
+        assert [await anext(stream), await anext(stream)] == (["replica", []] if is_late else [["a"], []])
 
 
 async def test_closing_with_heartbeats_closes_the_stream() -> None:

@@ -27,7 +27,7 @@ def completion(model: str = "first", **fields: Any) -> CompletionRequest:
 
 async def say(replica: EngineReplica, model: str) -> str:
     call = GenerateRequest("r", [300, 301], SamplingParams(max_tokens=8, temperature=0), model=model, whole=True)
-    [[piece]] = [item async for item in replica.generate_stream(call) if item]
+    [[piece]] = [item async for item in replica.generate_stream(call) if item and isinstance(item, list)]
     return piece.text
 
 

@@ -148,6 +148,21 @@ async def test_a_stream_leaves_a_replica_that_stops_again_and_again() -> None:
     assert not DEPARTURES._calls
 
 
+@STREAM
+async def test_a_call_without_output_leaves_a_replica_that_stops(stream: bool) -> None:
+    """And the next one is told where the part of its prompt is that was computed."""
+    DEPARTURES.note_outputs("leaves", {"": ("m", "there")})
+    replicas, handle = replicas_with(["leaves", None], [END])
+    asked = asyncio.create_task(ask(replicas, stream))
+    async with asyncio.timeout(10):
+        while "leaves" not in DEPARTURES._calls:
+            await asyncio.sleep(0)
+        DEPARTURES.update(["leaves"], ["stays"])
+        assert await asked == ["b"]
+    assert [(call.begun, call.held_at) for call in handle.calls] == [((), ""), ((), "there")]
+    assert handle.responses[0].cancelled
+
+
 @pytest.mark.parametrize("replaced_within_s", [60.0, 0.0])
 async def test_calls_wait_for_the_replica_that_is_started_instead(replaced_within_s: float) -> None:
     error = NoReplicaError("none", 10.0)

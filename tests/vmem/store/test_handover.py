@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from folio.vmem import KVMemory
-from folio.vmem.prefix.store import handover
+from folio.vmem.prefix.store import link
 from folio.vmem.prefix.store.handover import PrefixGiver, PrefixReceiver
+from folio.vmem.prefix.store.link import Address, Link
 from folio.vmem.prefix.store.records import Records
 from tests.vmem.sequences import run, serve
 from tests.vmem.small_memory import BLOCK_TOKENS, FlakyCuda, FlakyHost, make_memory
@@ -24,13 +27,19 @@ KEYS = ("salt:a",)
 
 @contextmanager
 def memories(
-    backends: Sequence[type[FlakyHost | FlakyCuda]] = (FlakyHost, FlakyHost), other: str = "f", **shape: Any
+    backends: Sequence[type[FlakyHost | FlakyCuda]] = (FlakyHost, FlakyHost),
+    other: str = "f",
+    remote: bool = False,
+    **shape: Any,
 ) -> Iterator[tuple[KVMemory, PrefixGiver, KVMemory, PrefixReceiver]]:
     """One memory whose prefixes are given, and one that gets them. Nothing is left of either. `other`: the receiver's
-    fingerprint."""
+    fingerprint. `remote`: as if they were on two machines."""
     (first, _), (second, _) = (make_memory(backend, **shape) for backend in backends)
     giver = PrefixGiver(first, Records(first), lambda: "f", lambda keys: keys != ("adapter:x",))
     receiver = PrefixReceiver(second, Records(second), lambda: other)
+    if remote:
+        giver.listen("127.0.0.1")
+        receiver.host = "127.0.0.2"
     try:
         yield first, giver, second, receiver
     finally:
@@ -45,24 +54,25 @@ def memories(
         memory.close()
 
 
-def fetch(memory: KVMemory, receiver: PrefixReceiver, address: str, keys: tuple[str, ...] = ()) -> int:
+def fetch(memory: KVMemory, receiver: PrefixReceiver, address: object, keys: tuple[str, ...] = ()) -> int:
     """Returns the units that have come, after those that are cached."""
     prefix = receiver.find(memory.prefixes.chain(keys), [*IDS, 1])
     if prefix is None:
         return 0
-    receiver.read(prefix, address)
+    receiver.read(prefix, str(address))
     wait_for(lambda: prefix.is_done)
     assert receiver.install(prefix) or prefix.num_units == prefix.first_units
     return prefix.num_units - prefix.first_units
 
 
+@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("backends", [(FlakyHost, FlakyHost), (FlakyCuda, FlakyHost), (FlakyHost, FlakyCuda)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_cached_prefixes_are_handed_over(
-    backends: Sequence[type[FlakyHost | FlakyCuda]], shape: dict[str, Any]
+    backends: Sequence[type[FlakyHost | FlakyCuda]], shape: dict[str, Any], remote: bool
 ) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    with memories(backends, **shape) as (first, giver, second, receiver):
+    with memories(backends, remote=remote, **shape) as (first, giver, second, receiver):
         serve(first, IDS, 0)
         if isinstance(first.backend, FlakyCuda):
             first.backend.fake.finish_work()
@@ -89,8 +99,13 @@ def test_only_the_rest_comes(monkeypatch: pytest.MonkeyPatch) -> None:
         run(second, [*IDS, 1], 6 * BLOCK_TOKENS)
 
 
-def test_units_that_are_evicted_meanwhile_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with memories() as (first, giver, second, receiver):
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize(("shape", "num_units"), [(SHAPES[0], 3), (SHAPES[3], 0)])
+def test_units_that_are_evicted_meanwhile_are_computed(
+    shape: dict[str, Any], num_units: int, remote: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, where layers with windows need the last ones."""
+    with memories(remote=remote, **shape) as (first, giver, second, receiver):
         serve(first, IDS, 0)
         copied: list[int] = []
 
@@ -100,8 +115,8 @@ def test_units_that_are_evicted_meanwhile_are_computed(monkeypatch: pytest.Monke
 
         real = PrefixGiver._copy_unit
         monkeypatch.setattr(giver, "_copy_unit", copy_unit)
-        assert fetch(second, receiver, giver.address) == 3
-        run(second, [*IDS, 1], 3 * BLOCK_TOKENS)
+        assert fetch(second, receiver, giver.address) == num_units
+        run(second, [*IDS, 1], num_units * BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("fault", ["model", "adapter", "gone", "keys", "user"])
@@ -110,11 +125,15 @@ def test_nothing_comes_from_others(fault: str, monkeypatch: pytest.MonkeyPatch) 
         keys = ("adapter:x",) if fault == "adapter" else KEYS if fault == "keys" else ()
         serve(first, IDS, 0)
         if fault == "user":
-            monkeypatch.setattr(handover.os, "geteuid", lambda: 12345)
+            monkeypatch.setattr(link.os, "geteuid", lambda: 12345)
         address = "folio-kv-nobody" if fault == "gone" else giver.address
         assert fetch(second, receiver, address, keys) == 0
         second.check_integrity()
         run(second, [*IDS, 1], 0)
+
+
+def messages(*contents: bytes) -> bytes:
+    return b"".join(struct.pack("<Q", len(content)) + content for content in contents)
 
 
 @pytest.mark.parametrize(
@@ -122,21 +141,21 @@ def test_nothing_comes_from_others(fault: str, monkeypatch: pytest.MonkeyPatch) 
     [
         b"",
         b"\xff" * 64,
-        handover._LENGTHS.pack(4, 0) + b"null",
-        handover._LENGTHS.pack(2, 0) + b"{}",
-        handover._LENGTHS.pack(28, 0) + b'{"num_units":9,"items":[1,2]}',
-        handover._LENGTHS.pack(31, 0) + b'{"num_units":1,"items":[[0,0,0]]}'[:31],
+        messages(b"null"),
+        messages(b"{}"),
+        messages(b'{"num_units": 9}'),
+        messages(b'{"num_units": 2}'),  # and no memory
+        messages(b'{"num_units": -1}'),
     ],
 )
 def test_nonsense_is_no_prefix(reply: bytes) -> None:
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    server.bind("\0folio-kv-nonsense")
-    server.listen()
+    server = link.listen(Address("folio-kv-nonsense"))
 
     def answer() -> None:
         connection, _ = server.accept()
         with connection:
-            handover._receive(connection)
+            end = Link(connection, gives=True)
+            end.receive(), end.receive()
             connection.sendall(reply)
 
     thread = threading.Thread(target=answer)
@@ -148,11 +167,68 @@ def test_nonsense_is_no_prefix(reply: bytes) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("message", [b"", b"\xff" * 8, b"\x00" * 8, handover._LENGTHS.pack(2, 0) + b"{}"])
-def test_a_giver_outlives_nonsense(message: bytes) -> None:
-    with memories() as (first, giver, second, receiver):
+@pytest.mark.parametrize("message", [b"", b"\xff" * 8, b"\x00" * 8, messages(b"{}")])
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_giver_outlives_nonsense(message: bytes, remote: bool) -> None:
+    with memories(remote=remote) as (first, giver, second, receiver):
         serve(first, IDS, 0)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.connect(f"\0{giver.address}")
+        with socket.socket(socket.AF_INET if remote else socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect((giver.address.host, giver.address.port) if remote else f"\0{giver.address.name}")
             client.sendall(message)
+        assert fetch(second, receiver, giver.address) == 6
+
+
+@contextmanager
+def altered(address: Address, alter: Callable[[bytearray, bool], None]) -> Iterator[Address]:
+    """An address on the way to the giver's. `alter`: changes what passes; whether it comes from the giver."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def pass_on(source: socket.socket, target: socket.socket, is_givers: bool) -> None:
+        with suppress(OSError):
+            while part := bytearray(source.recv(1 << 16)):
+                alter(part, is_givers)
+                target.sendall(part)
+            target.shutdown(socket.SHUT_RDWR)
+
+    def serve_one() -> None:
+        client, _ = server.accept()
+        with client, socket.create_connection((address.host, address.port)) as giver:
+            other = threading.Thread(target=pass_on, args=(client, giver, False))
+            other.start()
+            pass_on(giver, client, True)
+            client.close()
+            other.join()
+
+    thread = threading.Thread(target=serve_one)
+    thread.start()
+    yield replace(address, port=server.getsockname()[1])
+    thread.join()
+    server.close()
+
+
+@pytest.mark.parametrize("of_giver", [False, True])
+@pytest.mark.parametrize("at", [8, 100, 1000, 20_000])
+def test_what_is_damaged_on_the_way_is_computed(at: int, of_giver: bool) -> None:
+    passed = 0
+
+    def alter(part: bytearray, is_givers: bool) -> None:
+        nonlocal passed
+        if is_givers == of_giver:
+            if passed <= at < passed + len(part):
+                part[at - passed] ^= 1
+            passed += len(part)
+
+    with memories(remote=True) as (first, giver, second, receiver):
+        serve(first, IDS, 0)
+        with altered(giver.address, alter) as address:
+            num_units = fetch(second, receiver, address)
+        assert num_units < 6 or passed <= at
+        run(second, [*IDS, 1], num_units * BLOCK_TOKENS)
+
+
+def test_only_who_knows_the_key_gets_prefixes() -> None:
+    with memories(remote=True) as (first, giver, second, receiver):
+        serve(first, IDS, 0)
+        assert fetch(second, receiver, replace(giver.address, key="00" * 32)) == 0
+        assert "00" * 32 not in repr(replace(giver.address, key="00" * 32))
         assert fetch(second, receiver, giver.address) == 6

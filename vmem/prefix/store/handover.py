@@ -1,51 +1,50 @@
-"""Handover: cached prefixes for another process of this machine, whose requests continue what this one has begun.
+"""Handover: cached prefixes for another process, whose requests continue what this one has begun.
 
     receiver                                                        giver
-      tokens, keys, units that it has ──────── Unix socket ───────> finds the cached units, copies them into a memfd
-      <── which units, and the memfd (SCM_RIGHTS) ──────────────────┤
+      tokens, keys, units that it has ───────── link ─────────────> finds the cached units
+      on the same machine:
+      <── how many units, and a memfd (SCM_RIGHTS) ─────────────────┤ copies all into a memfd
       maps the memfd, copies the units into its own blocks
+      from another machine:
+      <── how many units, then one after the other, checked ────────┤ copies each, and sends it
+      copies them into its own blocks
 
-The socket has a random abstract name, and both ends take only processes of their own user. Whatever goes wrong, the
-units are computed.
+Whatever goes wrong, the units are computed.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
+import secrets
 import socket
-import struct
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import replace
 
 from folio.vmem.errors import MapError, VmemError
 from folio.vmem.memory import KVMemory
 from folio.vmem.prefix.prefix_tree import PrefixNode
 from folio.vmem.prefix.store.installer import FoundPrefix, Item, PrefixInstaller
+from folio.vmem.prefix.store.link import Address, Link, check_user, connect, listen
 from folio.vmem.prefix.store.records import Records
 from folio.vmem.prefix.token_chain import TokenChain, decode_tokens
 
 logger = logging.getLogger(__name__)
 
-# Bounds of the wait for the other process, of messages, and of the prefixes received at once.
-_CONNECT_S, _ANSWER_S = 1.0, 5.0
-_MOST_BYTES = 64 << 20
+# Prefixes received at once.
 _MOST_FETCHES = 4
 # Longest wait for a step that may still write what is to be copied.
 _FENCE_S, _POLL_S = 1.0, 0.001
 
-_LENGTHS = struct.Struct("<II")  # of a message's JSON, and of the bytes after it
-
 
 class PrefixGiver:
-    """Gives cached prefixes to other processes, in a thread of its own.
+    """Gives cached prefixes to other processes, in threads of its own.
 
     Args:
         fingerprint: of all that gives the content of blocks its meaning; called at the first request.
@@ -64,46 +63,68 @@ class PrefixGiver:
     ) -> None:
         self._memory, self._records, self._fingerprint, self._gives = memory, records, fingerprint, gives
         self._parts = PrefixInstaller(memory, records)
-        self.address = f"folio-kv-{uuid.uuid4().hex}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._socket.bind(f"\0{self.address}")
-        self._socket.listen()
-        self._thread = threading.Thread(target=self._serve, name="folio-handover", daemon=True)
-        self._thread.start()
+        self._copying = threading.Lock()  # records have one buffer
+        self._listeners: list[tuple[socket.socket, threading.Thread]] = []
+        self.address = Address(f"folio-kv-{uuid.uuid4().hex}")
+        self._listen(self.address)
+
+    def listen(self, host: str) -> None:
+        """Give prefixes to other machines, too, at this address of the machine. Raises `OSError`."""
+        remote = replace(self.address, host=host, key=secrets.token_hex(32))
+        self.address = replace(remote, port=self._listen(remote))
 
     def close(self) -> None:
-        """Take no more requests; the one in hand is finished."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for the next one
-        self._thread.join()
-        self._socket.close()
+        """Take no more requests; those in hand are finished."""
+        for listener, thread in self._listeners:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # ends the wait for the next one
+            thread.join()
+            listener.close()
 
-    def _serve(self) -> None:
+    def _listen(self, address: Address) -> int:
+        """Returns the port of a TCP socket."""
+        listener = listen(address)
+        thread = threading.Thread(target=self._serve, args=(listener, address.key), name="folio-handover", daemon=True)
+        self._listeners.append((listener, thread))
+        thread.start()
+        return int(listener.getsockname()[1]) if address.host else 0
+
+    def _serve(self, listener: socket.socket, key: str) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                connection, _ = listener.accept()
             except OSError:
                 return
             with connection:
                 try:
-                    connection.settimeout(_ANSWER_S)
-                    if _is_own(connection):
-                        self._answer(connection)
+                    if not key:
+                        check_user(connection)
+                    self._answer(Link(connection, key, gives=True))
                 except (OSError, ValueError, KeyError, TypeError, VmemError) as error:
                     logger.info("no prefix is handed over: %s: %s", type(error).__name__, error)
 
-    def _answer(self, connection: socket.socket) -> None:
-        asked, content = _receive(connection)
+    def _answer(self, link: Link) -> None:
+        asked, content = link.receive_json(), link.receive()
         keys, first = tuple(map(str, asked["keys"])), int(asked["first_units"])
         if asked["fingerprint"] != self._fingerprint() or not self._gives(keys):
             raise ValueError("another model or layout, or an adapter")
         chain, token_ids = self._memory.prefixes.chain(keys), decode_tokens(content)
         nodes = self._memory.prefixes.match(chain, [*token_ids, 0]).nodes
+        num_units = self._num_units(nodes, first)
+        needed = list(self._parts.needed(num_units, first))
         self._wait_for_fence()
+        if link.is_remote:
+            link.send_json({"num_units": num_units})
+            for i, g in needed:
+                record = bytearray(self._records.num_bytes[g])
+                if not self._copy_unit(nodes[i], g, memoryview(record)):
+                    return  # what has been sent may do
+                link.send(record)
+            return
         with _memfd() as fd:
-            num_units, items = self._copy(fd, nodes, first)
-            reply = {"num_units": num_units, "items": [(item.index, item.group, item.offset) for item in items]}
-            _send(connection, reply, fd=fd)
+            num_copied = self._copy(fd, nodes, needed)
+            link.send_json({"num_units": self._parts.units_after(num_units, first, num_copied)})
+            link.send_fd(fd)
 
     def _wait_for_fence(self) -> None:
         deadline = time.monotonic() + _FENCE_S
@@ -112,30 +133,31 @@ class PrefixGiver:
                 raise VmemError("a step takes long")
             time.sleep(_POLL_S)
 
-    def _copy(self, fd: int, nodes: Sequence[PrefixNode], first: int) -> tuple[int, list[Item]]:
-        """Copy the units from `first` on, as many as a prompt can continue after."""
+    def _num_units(self, nodes: Sequence[PrefixNode], first: int) -> int:
+        """The most units that a prompt can continue after, of which all from `first` on are cached."""
         for num_units in range(len(nodes), first, -1):
-            needed = list(self._parts.needed(num_units, first))
-            if all(nodes[i].blocks[g] is not None for i, g in needed):
-                break
-        else:
-            return first, []
-        offsets = [0]
-        for _, g in needed:
-            offsets.append(offsets[-1] + self._records.num_bytes[g])
-        os.ftruncate(fd, offsets[-1])
-        items: list[Item] = []
-        with mmap.mmap(fd, offsets[-1]) as content:
-            for (i, g), offset, end in zip(needed, offsets, offsets[1:], strict=False):
-                if not self._copy_unit(nodes[i], g, memoryview(content)[offset:end]):
-                    return (i, items) if len(self._records.num_bytes) == 1 else (first, [])
-                items.append(Item(i, g, offset))
-        return num_units, items
+            if all(nodes[i].blocks[g] is not None for i, g in self._parts.needed(num_units, first)):
+                return num_units
+        return first
+
+    def _copy(self, fd: int, nodes: Sequence[PrefixNode], needed: Sequence[tuple[int, int]]) -> int:
+        """Copy records, and return their number."""
+        if not needed:
+            return 0
+        os.ftruncate(fd, sum(self._records.num_bytes[g] for _, g in needed))
+        with mmap.mmap(fd, 0) as content, memoryview(content) as target:
+            at = 0
+            for number, (i, g) in enumerate(needed):
+                end = at + self._records.num_bytes[g]
+                if not self._copy_unit(nodes[i], g, target[at:end]):
+                    return number
+                at = end
+        return len(needed)
 
     def _copy_unit(self, node: PrefixNode, g: int, target: memoryview) -> bool:
         """Copy a unit's blocks, unless they have been evicted, or are being written."""
         memory = self._memory
-        with memory.lock.exclusive():  # nothing is evicted until the blocks are copied
+        with self._copying, memory.lock.exclusive():  # nothing is evicted until the blocks are copied
             block_ids = node.blocks[g]
             if block_ids is None or node.pending:
                 return False
@@ -152,12 +174,14 @@ class PrefixReceiver(PrefixInstaller):
     """Gets prefixes from a `PrefixGiver`. `read` fetches in a thread; all else is called by the engine's thread.
 
     Attributes:
+        host: of this machine; a giver of another one is asked over TCP.
         num_bytes: received so far.
     """
 
     def __init__(self, memory: KVMemory, records: Records, fingerprint: Callable[[], str]) -> None:
         super().__init__(memory, records)
         self._fingerprint = fingerprint
+        self.host = ""
         self.num_bytes = 0
         self._pool = ThreadPoolExecutor(_MOST_FETCHES, "folio-handover")
 
@@ -171,6 +195,11 @@ class PrefixReceiver(PrefixInstaller):
             return None
         return FoundPrefix(chain, first, num_units, (num_units - first) * self._unit_bytes, ())
 
+    def is_remote(self, address: str) -> bool:
+        """Whether a giver is asked over TCP."""
+        parts = address.split(" ")
+        return len(parts) > 1 and parts[1] != self.host
+
     def read(self, prefix: FoundPrefix, address: str) -> None:
         """Fetch a prefix; the memory's lock is notified when it is done."""
         units = b"".join(prefix.chain.units[: prefix.num_units])
@@ -180,90 +209,56 @@ class PrefixReceiver(PrefixInstaller):
         self._pool.shutdown(cancel_futures=True)
 
     def _fetch(self, prefix: FoundPrefix, units: bytes, address: str) -> None:
-        began, num_units = time.perf_counter(), prefix.first_units
+        began, first, asked_units = time.perf_counter(), prefix.first_units, prefix.num_units
+        prefix.num_units, items = first, list[Item]()
         try:
-            asked = {
-                "fingerprint": self._fingerprint(),
-                "keys": prefix.chain.keys,
-                "first_units": prefix.first_units,
-            }
             if not prefix.is_cancelled:
-                reply, prefix.buffer = _ask(address, asked, units)
-                num_units, items = int(reply["num_units"]), [Item(*map(int, item)) for item in reply["items"]]
-                self._check(prefix, num_units, items)
-                prefix.items = items
+                self._ask(prefix, asked_units, units, address, items)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.info("no prefix was handed over: %s: %s", type(error).__name__, error)
-            num_units = prefix.first_units
-        prefix.is_intact, prefix.num_units = num_units == prefix.num_units, num_units
-        prefix.num_bytes = 0 if prefix.buffer is None else len(prefix.buffer)
+            logger.info("a prefix was not handed over: %s: %s", type(error).__name__, error)
+        prefix.num_units = self.units_after(prefix.num_units, first, len(items))
+        prefix.is_intact = prefix.num_units == asked_units
+        prefix.items = items if prefix.num_units > first else []
+        prefix.num_bytes = sum(self._records.num_bytes[item.group] for item in prefix.items)
         self.num_bytes += prefix.num_bytes
         prefix.seconds = time.perf_counter() - began
         prefix.is_done = True
         with self._memory.lock:
             self._memory.lock.notify_all()
 
-    def _check(self, prefix: FoundPrefix, num_units: int, items: Sequence[Item]) -> None:
-        """Raise `ValueError` unless these are the records that so many units need."""
-        size = 0 if prefix.buffer is None else len(prefix.buffer)
-        needed = list(self.needed(num_units, prefix.first_units)) if num_units > prefix.first_units else []
-        if not prefix.first_units <= num_units <= prefix.num_units or [(i.index, i.group) for i in items] != needed:
-            raise ValueError("other units than needed")
-        if any(item.offset < 0 or item.offset + self._records.num_bytes[item.group] > size for item in items):
-            raise ValueError("units outside of the buffer")
+    def _ask(self, prefix: FoundPrefix, most_units: int, units: bytes, address: str, items: list[Item]) -> None:
+        """Ask for units, and set how many the giver has; append the records that have come to `items`."""
+        first, remote = prefix.first_units, self.is_remote(address)
+        with connect(Address.parse(address), remote=remote) as link:
+            link.send_json({"fingerprint": self._fingerprint(), "keys": prefix.chain.keys, "first_units": first})
+            link.send(units)
+            num_units = int(link.receive_json()["num_units"])
+            if not first <= num_units <= most_units:
+                raise ValueError("other units than asked for")
+            needed, sizes = list(self.needed(num_units, first)), self._records.num_bytes
+            offsets = [0]
+            for _, g in needed:
+                offsets.append(offsets[-1] + sizes[g])
+            prefix.num_units = num_units
+            if not needed:
+                return
+            records = [Item(i, g, offset) for (i, g), offset in zip(needed, offsets, strict=False)]
+            if not remote:
+                prefix.buffer = _mapped(link.receive_fd(), offsets[-1])
+                items += records
+                return
+            prefix.buffer = mmap.mmap(-1, offsets[-1])
+            for record in records:
+                link.receive_into(self.part(prefix, record))
+                items.append(record)
 
 
-def _ask(address: str, asked: dict[str, Any], content: bytes) -> tuple[Any, mmap.mmap | None]:
-    """The answer of the giver at an address, with the memory that it hands over, if any."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
-        connection.settimeout(_CONNECT_S)
-        connection.connect(f"\0{address}")
-        if not _is_own(connection):
-            raise PermissionError("the address is another user's")
-        connection.settimeout(_ANSWER_S)
-        _send(connection, asked, content)
-        first, fds, _, _ = socket.recv_fds(connection, _LENGTHS.size, 1)
-        try:
-            reply, _ = _receive(connection, first)
-            size = os.fstat(fds[0]).st_size if fds else 0
-            return reply, mmap.mmap(fds[0], size, access=mmap.ACCESS_COPY) if size else None
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-
-def _send(connection: socket.socket, message: dict[str, Any], content: bytes = b"", fd: int | None = None) -> None:
-    document = json.dumps(message).encode()
-    lengths = _LENGTHS.pack(len(document), len(content))
-    if fd is None:
-        connection.sendall(lengths)
-    else:
-        socket.send_fds(connection, [lengths], [fd])
-    connection.sendall(document + content)
-
-
-def _receive(connection: socket.socket, begun: bytes = b"") -> tuple[Any, bytes]:
-    """A message's JSON and bytes."""
-    lengths = _LENGTHS.unpack(begun + _read(connection, _LENGTHS.size - len(begun)))
-    if sum(lengths) > _MOST_BYTES:
-        raise ValueError("the message is too long")
-    return json.loads(_read(connection, lengths[0])), _read(connection, lengths[1])
-
-
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
-    content = bytearray()
-    while len(content) < num_bytes:
-        if not (part := connection.recv(num_bytes - len(content))):
-            raise ConnectionError("the other process has gone")
-        content += part
-    return bytes(content)
-
-
-def _is_own(connection: socket.socket) -> bool:
-    """Whether the process at the other end is this user's."""
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return bool(uid == os.geteuid())
+def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
+    """The memory of a descriptor, which is closed. Raises `ValueError` if it is shorter."""
+    try:
+        return mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
 
 
 @contextmanager

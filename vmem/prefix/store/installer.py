@@ -70,10 +70,18 @@ class PrefixInstaller:
 
     def needed(self, num_units: int, first_units: int) -> Iterator[tuple[int, int]]:
         """(unit, layer group) without which a prompt cannot continue after so many units, the first ones cached."""
-        for i in range(num_units):
+        for i in range(num_units if num_units > first_units else 0):
             for g, read_units in enumerate(self._read_units):
                 if i >= (first_units if read_units is None else num_units - read_units):
                     yield i, g
+
+    def units_after(self, num_units: int, first_units: int, num_records: int) -> int:
+        """The units that a prompt can continue after, if of the records that `num_units` need there are the first so
+        many."""
+        needed = list(self.needed(num_units, first_units))
+        if num_records == len(needed):
+            return num_units
+        return needed[num_records][0] if self._read_units == [None] else first_units
 
     def pages_needed(self, prefix: FoundPrefix) -> int:
         """Pages that installing takes at most."""

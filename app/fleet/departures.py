@@ -1,8 +1,9 @@
-"""Departures: replicas that leave, whose calls in this process move to others."""
+"""Departures: calls of this process that leave their replicas, and move to others."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,16 +16,22 @@ _MOST_LEFT = 1000
 
 
 class CallMovedError(UnavailableError):
-    """The call has been ended at a replica that leaves, to continue at another one."""
+    """The call has been ended at a replica, to continue at another one."""
+
+    def __init__(self, replica: str) -> None:
+        super().__init__(f"{replica} is to be left; send the request again")
+        self.replica = replica
 
 
 @dataclass(eq=False)
 class PlacedCall:
-    """A call of a model at a replica. `leave` ends it there; called in `loop`, once."""
+    """A call of a model at a replica. `leave` ends it there; called in `loop`, once. `can_leave`: also where it could
+    stay."""
 
     replica: str
     model: str
     leave: Callable[[], None]
+    can_leave: bool = True
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     is_leaving: bool = False
 
@@ -39,7 +46,7 @@ class Departures:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._calls: dict[str, set[PlacedCall]] = {}  # by replica
+        self._calls: dict[str, dict[PlacedCall, None]] = {}  # by replica; the latest is the last
         self._present: set[str] = set()
         self._left: dict[str, None] = {}  # the latest is the last
         # By replica: of each model the fingerprint of its outputs, and where their blocks are.
@@ -83,15 +90,28 @@ class Departures:
     def place(self, call: PlacedCall) -> PlacedCall:
         """Note a call at the replica that has it, until `remove`."""
         with self._lock:
-            self._calls.setdefault(call.replica, set()).add(call)
+            self._calls.setdefault(call.replica, {})[call] = None
             self._end_calls()
             return call
+
+    def move(self, replica: str, models: Collection[str], num_calls: int) -> None:
+        """End some of a model's calls at a replica, the latest ones, which wait there, so that they go on elsewhere.
+
+        Args:
+            models: the model's names.
+        """
+        with self._lock:
+            latest = (
+                call for call in reversed(self._calls.get(replica, {})) if call.model in models and call.can_leave
+            )
+            for call in itertools.islice(latest, num_calls):
+                self._end(call)
 
     def remove(self, call: PlacedCall) -> None:
         """Forget a call that has ended."""
         with self._lock:
             of_replica = self._calls[call.replica]
-            of_replica.discard(call)
+            of_replica.pop(call, None)
             if not of_replica:
                 del self._calls[call.replica]
 
@@ -102,10 +122,14 @@ class Departures:
         for name in self._left.keys() & self._calls.keys():
             for call in self._calls[name]:
                 others = (self.may_continue(name, call.model, other) for other in self._present)
-                if not call.is_leaving and any(others):
-                    call.is_leaving = True
-                    with suppress(RuntimeError):  # its loop has ended
-                        call.loop.call_soon_threadsafe(call.leave)
+                if any(others):
+                    self._end(call)
+
+    def _end(self, call: PlacedCall) -> None:
+        if not call.is_leaving:
+            call.is_leaving = True
+            with suppress(RuntimeError):  # its loop has ended
+                call.loop.call_soon_threadsafe(call.leave)
 
 
 def _of_model(outputs: Mapping[str, tuple[str, str]], model: str) -> tuple[str, str]:

@@ -209,6 +209,11 @@ class Fleet:
             return [float(self._loads[_NUM_REQUESTS, self._replicas[r].slot]) for r in replica_ids]
         return [float(self._replicas[r].num_in_flight) for r in replica_ids]
 
+    def num_waiting(self, replica_id: str) -> int:
+        """Sequences that wait at a replica, as it has reported."""
+        report = self._replicas[replica_id].report
+        return 0 if report is None else report.num_waiting
+
     def fresh(self, replica_ids: Iterable[str], now: float) -> list[str]:
         """The replicas with a fresh report."""
         known, oldest = self._replicas.get, now - self._stale_after_s

@@ -139,13 +139,6 @@ class ExpectedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
-    """The first pieces of a call, which leaves its replica now."""
-
-    pieces: list[Piece]
-
-
-@dataclass(frozen=True, slots=True)
 class CheckedModel:
     """A model that a replica can serve, with its folder's path. `files`: names and sizes of its files."""
 

@@ -85,6 +85,11 @@ class DeliveredOutputs:
         merit."""
         return not (self.is_begun and self._selects)
 
+    @property
+    def can_move(self) -> bool:
+        """Whether no work is lost with the replica: selected outputs begin again."""
+        return not self._selects
+
 
 class CallRetries:
     """Retry state of one call. A call that has delivered output continues where it is.
@@ -121,6 +126,7 @@ class CallRetries:
         self._stopped: tuple[str, ...] = ()
         self._failure: ModelUnavailableError | None = None
         self._num_retries = self._num_moves = 0
+        self._left: tuple[str, ...] = ()  # the replica that it has left last
         self._alone_since: float | None = None  # when no replica was there first
 
     def becomes(self, call: GenerateRequest) -> None:
@@ -143,7 +149,7 @@ class CallRetries:
             self._call,
             timeout_s=timeout_s,
             adapter=self._call.adapter_key or adapter if begun else adapter,  # the same weights, not only their name
-            crowded=self._shedder.recent_refusers(now),
+            crowded=(*self._shedder.recent_refusers(now), *self._left),
             refused_by=self._refused_by,
             stopped=self._stopped,
             begun=begun,
@@ -154,6 +160,11 @@ class CallRetries:
     def note_place(self, replica: str) -> None:
         """Note the replica that has the call."""
         self._delivered.held_by = replica
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether nothing but a pause is lost when the call moves; one that has often moved stays."""
+        return self._delivered.can_move and self._num_moves < _MOST_MOVES // 2
 
     def delivered(self, piece: Piece) -> Piece:
         """Note a piece before its delivery; see `DeliveredOutputs.note`."""
@@ -181,6 +192,7 @@ class CallRetries:
             return "prefilled"
         if isinstance(error, CallMovedError):
             self._num_moves += 1
+            self._left = (error.replica,)
             if self._num_moves > _MOST_MOVES:
                 raise error
             return "moved"

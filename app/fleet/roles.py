@@ -7,11 +7,16 @@ when all replicas of a role are gone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from folio.app.errors import UnavailableError
 from folio.app.fleet.fleet import Fleet, RoutedRequest
+from folio.app.fleet.messages import Piece
 from folio.app.fleet.policies import LeastLoaded, Policy
+
+
+class Prefilled(list[Piece]):
+    """The first pieces of a call, which leaves its replica now."""
 
 
 class PrefilledError(UnavailableError):
@@ -37,6 +42,13 @@ class Roles:
         count = min(max(round(self._share * len(replicas)), 1), len(replicas) - 1) if self._share else 0
         self.prefill = frozenset(sorted(replicas)[: max(count, 0)])
 
+    def split(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """The prefill replicas among these, and the others."""
+        prefill, others = list[str](), list[str]()
+        for name in names:
+            (prefill if name in self.prefill else others).append(name)
+        return prefill, others
+
 
 class ByRole:
     """Ranks the replicas of the request's role first.
@@ -53,8 +65,7 @@ class ByRole:
         self._least_loaded = LeastLoaded(fleet)
 
     def rank_replicas(self, request: RoutedRequest, replica_ids: Sequence[str], now: float) -> list[str]:
-        prefill = [name for name in replica_ids if name in self._roles.prefill]
-        decode = [name for name in replica_ids if name not in self._roles.prefill]
+        prefill, decode = self._roles.split(replica_ids)
         if not prefill or not decode:
             return self._policy.rank_replicas(request, replica_ids, now)
         if request.is_begun:

@@ -18,7 +18,7 @@ from folio.app.errors import (
     UnknownModelError,
     UnknownRequestError,
 )
-from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, PieceCollector, Prefilled
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, PieceCollector
 from folio.app.fleet.retry import DuplicateGuard
 from folio.app.fleet.streams import StreamPace, interleave
 from folio.app.tracing import traced
@@ -61,11 +61,9 @@ class RequestStreams:
         self._pace, self._note_cached, self._on_failure = pace, note_cached, on_failure
         self._duplicates = DuplicateGuard()
 
-    async def pieces(
-        self, call: GenerateRequest | ForkCall
-    ) -> AsyncGenerator[list[Piece] | Prefilled | GenerateRequest, None]:
+    async def pieces(self, call: GenerateRequest | ForkCall) -> AsyncGenerator[list[Piece] | GenerateRequest, None]:
         """A piece of each output that has grown, as often as `pace` allows; seldom if the call wants whole outputs. Of
-        forks, first the call that gets the same from any replica. A call that leaves has its first pieces only.
+        forks, first the call that gets the same from any replica.
 
         Raises:
             UnknownRequestError: the request to fork is not here, or has ended.
@@ -74,8 +72,6 @@ class RequestStreams:
         collector, forks = PieceCollector(self._replica), list[GenerateRequest]()
         pools = isinstance(call, GenerateRequest) and call.pooling is not None
         interval_s = 0.0 if not call.whole else math.inf if pools else _WHOLE_S
-        expected = call.expected if isinstance(call, GenerateRequest) else None
-        leaves = expected is not None and expected.leaves and expected.replica == self._replica
         send_at = time.monotonic() + interval_s
         with nullcontext(lambda: interval_s) if call.whole else self._pace.stream() as pace:
             async with aclosing(self._deltas(call, pace, forks)) as deltas:
@@ -83,12 +79,9 @@ class RequestStreams:
                     while forks:
                         yield forks.pop()
                     collector.hold(some)
-                    if leaves or some[-1].ends_request or time.monotonic() >= send_at:
+                    if some[-1].ends_request or time.monotonic() >= send_at:
                         send_at += interval_s
                         if pieces := collector.pieces():
-                            if leaves and not pieces[-1].ends_request:
-                                yield Prefilled(pieces)
-                                return
                             yield pieces
 
     def progress(self, call: GenerateRequest) -> Progress | None:

@@ -18,18 +18,10 @@ from folio.app.engine.report import Progress
 from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import OverloadedError, UnavailableError, UnknownRequestError
 from folio.app.fleet.departures import DEPARTURES, CallMovedError, PlacedCall
-from folio.app.fleet.messages import (
-    ForkCall,
-    GenerateRequest,
-    Piece,
-    Prefilled,
-    ServedPooling,
-    grouped_to_pool,
-    whole_outputs,
-)
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPooling, grouped_to_pool, whole_outputs
 from folio.app.fleet.overload import LoadShedder
 from folio.app.fleet.retry import CallRetries, CallWindow, Reason
-from folio.app.fleet.roles import PrefilledError
+from folio.app.fleet.roles import Prefilled, PrefilledError
 from folio.app.fleet.streams import SILENCE_S, interleave, without_heartbeats
 from folio.app.http.request_context import current_context
 from folio.app.serving.peers import answers_of_each, holder_of
@@ -154,8 +146,7 @@ class ReplicaClient:
             raise UnavailableError(f"not all engine replicas have answered within {ANSWER_TIMEOUT_S:g} s") from None
 
     async def call_each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Every replica's answer, or the `FolioError` in place of it: `UnavailableError` after `timeout_s`. Empty when
-        there is no replica."""
+        """Every replica's answer, or the `FolioError` in place of it: `answers_of_each`."""
         return await answers_of_each(self._handle, method, *args, timeout_s=timeout_s)
 
     def _interleaved(
@@ -168,8 +159,7 @@ class ReplicaClient:
     ) -> AsyncGenerator[Piece, None]:
         """The call's pieces, of as many replicas as it takes."""
         async with window.call_slot() if window else nullcontext():
-            shedder = self._shedders.get(call.model, self._shedder)
-            retries = CallRetries(call, shedder, arrived, window)
+            retries = CallRetries(call, self._shedders.get(call.model, self._shedder), arrived, window)
             while True:
                 try:
                     async with aclosing(self._pieces(retries)) as pieces:
@@ -213,25 +203,23 @@ class ReplicaClient:
                                 finished = piece.ends_request
                                 yield piece
                         continue
-                    leaves = isinstance(item, Prefilled)
-                    # A name: the first piece is late.
-                    pieces = [] if isinstance(item, str) else item.pieces if leaves else item
                     if place is None:
-                        replica = item if isinstance(item, str) else pieces[0].replica
-                        place = DEPARTURES.place(PlacedCall(replica, call.model, response.cancel))
+                        replica = item if isinstance(item, str) else item[0].replica
+                        place = DEPARTURES.place(PlacedCall(replica, call.model, response.cancel, retries.can_leave))
                         retries.note_place(replica)
-                    if pieces and not leaves and shared is not None and shared[1].replica is None:
+                    pieces = [] if isinstance(item, str) else item  # a name: the first piece is late
+                    if pieces and shared is not None and shared[1].replica is None:
                         shared[0].begun(shared[1], place.replica)
                     for piece in pieces:
                         finished |= piece.ends_request
                         yield piece
-                    if leaves:
+                    if isinstance(item, Prefilled):
                         raise PrefilledError(f"{place.replica} has computed the prompt")
                 if not finished:
                     raise call_broken_error()
         except UnavailableError:
             if place is not None and place.is_leaving and not finished:
-                raise CallMovedError(f"{place.replica} stops; send the request again") from None
+                raise CallMovedError(place.replica) from None
             if not finished:  # else nothing is missing but the end of the stream
                 raise
         finally:
@@ -270,6 +258,4 @@ def fits_by_value(params: SamplingParams) -> bool:
     """Whether every item of a stream with these parameters fits into a message."""
     if params.logprobs is not None or params.prompt_logprobs is not None:
         return False
-    if params.max_tokens is None:
-        return params.n == 1
-    return params.n * params.max_tokens <= _MOST_TOKENS_BY_VALUE
+    return params.n == 1 if params.max_tokens is None else params.n * params.max_tokens <= _MOST_TOKENS_BY_VALUE

@@ -32,6 +32,7 @@ from folio.app.fleet.departures import DEPARTURES
 from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, reports_from_stats
 from folio.app.fleet.policies import Policy, make_policy
+from folio.app.fleet.rebalancing import calls_to_move
 from folio.app.fleet.roles import ByRole, Roles
 
 logger = logging.getLogger(__name__)
@@ -155,9 +156,9 @@ class FolioRouter(BoundedWaitRouter):
         super().update_replicas(replicas)
         self._set_replicas(replicas)
         now = time.monotonic()
-        for name, replica in self._by_name.items():
-            self._apply_stats(name, replica, now)
+        heard = [name for name, replica in self._by_name.items() if self._apply_stats(name, replica, now)]
         self._note_departures()
+        self._rebalance(heard, now)
         present = frozenset((self._first_model,)).union(*self._models_at.values())
         self._routes = {name: route for name, route in self._routes.items() if name in present}
         fleets = [route.fleet for route in self._routes.values()]
@@ -246,6 +247,14 @@ class FolioRouter(BoundedWaitRouter):
         DEPARTURES.update(self._staying, staying)
         self._staying = staying
 
+    def _rebalance(self, heard: Sequence[str], now: float) -> None:
+        """Have calls leave replicas that have just reported a queue, where others of their role are free."""
+        for model, route in self._routes.items():
+            names = (model, "") if model == self._first_model else (model,)
+            for crowded, others in zip(self._roles.split(heard), self._roles.split(self._staying), strict=True):
+                for replica, num_calls in calls_to_move(route.fleet, model, crowded, others, now):
+                    DEPARTURES.move(replica, names, num_calls)
+
     def _set_replicas(self, replicas: Sequence[RunningReplica]) -> None:
         self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self._draining &= self._by_name.keys()
@@ -258,10 +267,11 @@ class FolioRouter(BoundedWaitRouter):
         for key in [key for key in self._placed if key[0] not in self._by_name]:
             del self._placed[key]
 
-    def _apply_stats(self, name: str, replica: RunningReplica, now: float) -> None:
+    def _apply_stats(self, name: str, replica: RunningReplica, now: float) -> bool:
+        """Whether there is a new report. Serve passes on those of all replicas whenever one of them is new."""
         stats = replica.routing_stats
         if name in self._reported_at and self._reported_at[name] == stats.get("made_at"):
-            return  # Serve passes on the reports of all replicas whenever one of them is new
+            return False
         reports = reports_from_stats(stats) if stats else None
         if reports is not None:
             self._reported_at[name] = stats["made_at"]
@@ -277,6 +287,7 @@ class FolioRouter(BoundedWaitRouter):
         elif stats and name not in self._unreadable:
             self._unreadable.add(name)
             logger.warning("ignoring the load report of %s: it has another version than this router's Folio", name)
+        return reports is not None
 
     def _waiting_of(self, pending: PendingRequest, call: Any, now: float) -> _Waiting:
         waiting = self._waiting.get(pending.future)

@@ -35,7 +35,7 @@ from ray.serve.handle import DeploymentHandle
 from folio.app.compat.ray import CALL_ERRORS, streaming_handle
 from folio.app.engine.request.delta import FinishReason
 from folio.app.errors import FolioError, UnavailableError
-from folio.app.fleet.messages import GenerateRequest, Piece, Prefilled, SharedStreamCall, SharedStreamKey
+from folio.app.fleet.messages import GenerateRequest, Piece, SharedStreamCall, SharedStreamKey
 from folio.app.fleet.streams import SILENCE_S, without_heartbeats
 
 logger = logging.getLogger(__name__)
@@ -110,8 +110,8 @@ class SharedStreams:
                 del self._outlets[call.ingress]
 
     async def route_pieces(
-        self, lists: AsyncGenerator[list[Piece] | Prefilled | GenerateRequest, None], share: SharedStreamKey | None
-    ) -> AsyncGenerator[list[Piece] | Prefilled | GenerateRequest | int, None]:
+        self, lists: AsyncGenerator[list[Piece] | GenerateRequest, None], share: SharedStreamKey | None
+    ) -> AsyncGenerator[list[Piece] | GenerateRequest | int, None]:
         """The items of the request's own stream: lists of pieces until there is a shared stream, at least one; then the
         number of that stream, and nothing more.
 

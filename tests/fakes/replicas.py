@@ -15,7 +15,8 @@ from folio.app.engine.model.tokenizer import load_tokenizer
 from folio.app.engine.report import Progress
 from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.errors import UnavailableError
-from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, Prefilled
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
+from folio.app.fleet.roles import Prefilled
 from tests.local_server import a_model, ingress_of
 
 Script = Callable[[Any], list[Any]]
@@ -34,7 +35,7 @@ class Response:
         self.cancelled = True
         self._cancelling.set()
 
-    async def __aiter__(self) -> AsyncIterator[list[Piece] | Prefilled | GenerateRequest | Progress | str]:
+    async def __aiter__(self) -> AsyncIterator[list[Piece] | GenerateRequest | Progress | str]:
         try:
             for item in self.items:
                 if isinstance(item, Progress | GenerateRequest | Prefilled | str):

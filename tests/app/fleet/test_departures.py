@@ -64,6 +64,18 @@ async def test_output_that_comes_later_leaves_at_once() -> None:
     assert not await left(departures, *a_call(departures, "b"))
 
 
+async def test_the_latest_calls_move() -> None:
+    departures = Departures()
+    departures.update([], ["a", "b"])
+    calls = [a_call(departures, "a", model) for model in ("", "m", "n", "m", "m")]
+    calls[3][0].can_leave = False
+    departures.move("a", ("m", ""), 2)
+    departures.move("b", ("m", ""), 2)
+    assert [await left(departures, *call) for call in calls] == [False, True, False, False, True]
+    departures.move("a", ("m", ""), 9)
+    assert [await left(departures, *call) for call in calls] == [True, True, False, False, True]
+
+
 def test_few_replicas_are_remembered() -> None:
     calls = Departures()
     for number in range(departures._MOST_LEFT + 5):

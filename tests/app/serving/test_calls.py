@@ -30,9 +30,11 @@ from folio.app.errors import (
     UnavailableError,
     UnknownRequestError,
 )
-from folio.app.fleet.departures import DEPARTURES
-from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, Prefilled
+from folio.app.fleet.departures import DEPARTURES, CallMovedError
+from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
 from folio.app.fleet.overload import LoadShedder
+from folio.app.fleet.retry import CallRetries
+from folio.app.fleet.roles import Prefilled
 from folio.app.serving import peers
 from folio.app.serving.calls import ReplicaClient, fits_by_value
 from tests.fakes.replicas import Handle, Script, stopped
@@ -151,7 +153,8 @@ async def test_a_stream_leaves_a_replica_that_stops_again_and_again() -> None:
 @STREAM
 async def test_a_call_without_output_leaves_a_replica_that_stops(stream: bool) -> None:
     """And the next one is told where the part of its prompt is that was computed."""
-    DEPARTURES.note_outputs("leaves", {"": ("m", "there")})
+    for name in ("leaves", "stays"):
+        DEPARTURES.note_outputs(name, {"": ("m", "there")})
     replicas, handle = replicas_with(["leaves", None], [END])
     asked = asyncio.create_task(ask(replicas, stream))
     async with asyncio.timeout(10):
@@ -161,6 +164,27 @@ async def test_a_call_without_output_leaves_a_replica_that_stops(stream: bool) -
         assert await asked == ["b"]
     assert [(call.begun, call.held_at) for call in handle.calls] == [((), ""), ((), "there")]
     assert handle.responses[0].cancelled
+
+
+async def test_what_has_left_a_queue_does_not_return_to_it() -> None:
+    replicas, handle = replicas_with(*[[name, None] for name in "abcd"], [END])
+    asked = asyncio.create_task(ask(replicas, True))
+    async with asyncio.timeout(10):
+        for name in "abcd":
+            while name not in DEPARTURES._calls:
+                await asyncio.sleep(0)
+            DEPARTURES.move(name, ("",), 1)
+        assert await asked == ["b"]
+    assert [call.crowded for call in handle.calls] == [(), ("a",), ("b",), ("c",), ("d",)]
+
+
+@pytest.mark.parametrize("num_moves", [3, 4])
+async def test_a_call_that_has_often_moved_stays(num_moves: int) -> None:
+    retries = CallRetries(CALL, LoadShedder())
+    for _ in range(num_moves):
+        assert retries.note_failure(CallMovedError("a")) == "moved"
+    assert retries.can_leave == (num_moves < 4)
+    assert not CallRetries(replace(CALL, params=SamplingParams(n=1, best_of=2)), LoadShedder()).can_leave
 
 
 @pytest.mark.parametrize("replaced_within_s", [60.0, 0.0])

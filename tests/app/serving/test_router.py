@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -567,6 +568,23 @@ async def test_a_prompt_stays_where_its_blocks_are(replicas: list[Replica]) -> N
         router = router_for(replicas[:2], prefill_share=0.5)
         assert await choose(router, request := pending()) == "a"
         assert not request.args[0].expected.leaves
+
+
+async def test_calls_leave_a_queue_when_another_replica_is_free(replicas: list[Replica]) -> None:
+    """Once for each report of the queue."""
+    left: list[str] = []
+    calls = [DEPARTURES.place(PlacedCall("a", "", partial(left.append, name))) for name in ("x", "y", "z")]
+    router = router_for(replicas)
+    for replica, queued_s in zip(replicas, (10.0, 0.0, 0.0), strict=True):
+        load = {"num_waiting": int(queued_s > 0), "queued_tokens": int(100 * queued_s), "queued_s": queued_s}
+        reports = {"": report(time.time(), [], **load)}
+        replica.routing_stats = reports_as_stats(reports, {"": ("f", "")}, 1.0)
+    for _ in range(3):
+        router.update_replicas(replicas)
+    await asyncio.sleep(0)
+    assert left == ["z"]
+    for call in calls:
+        DEPARTURES.remove(call)
 
 
 async def test_the_number_of_waiting_requests_is_bounded() -> None:

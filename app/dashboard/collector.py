@@ -235,6 +235,7 @@ class Collector:
             num_viewers=self.num_viewers,
             num_starting=num_starting,
             num_silent=num_silent,
+            num_continued=DECISIONS.num_continued(now),
             links=self._links,
             traffic=self._traffic.summary(),
             decisions=_decisions(now),

@@ -149,6 +149,7 @@ class ReplicaState(State):
         model: the model whose blocks `maps` and the details show: of several the one with the most requests; empty if
             none has been loaded.
         age_s: since it became ready.
+        is_draining: its requests move to others, and it gets no new ones.
         memory, maps: `None` and empty if the memory was busy at that moment.
         maps: one of each layer group, in at most 256 cells.
         last_step: number of the last step in `steps`.
@@ -159,6 +160,7 @@ class ReplicaState(State):
     name: str
     model: str
     age_s: float
+    is_draining: bool = False
     load: Load
     memory: Memory | None
     maps: tuple[BlockMap, ...]
@@ -269,8 +271,8 @@ class Candidate(State):
 
 
 class Decision(State):
-    """Why a request went to a replica. `reason`: cost, session, fork, retry, no report, first was full, or the policy's
-    name; `candidates`: the best four."""
+    """Why a request went to a replica. `reason`: cost, session, fork, retry, continued (it was at another one),
+    no report, first was full, or the policy's name; `candidates`: the best four."""
 
     ago_s: float
     request_id: str
@@ -296,6 +298,7 @@ class DashboardState(State):
         num_viewers: of this ingress.
         num_starting: replicas that Serve is starting now.
         num_silent: replicas that have not answered in time.
+        num_continued: calls through this ingress that went on at another replica, in the last minute.
         links: name → URL, of `http.dashboard_links`.
         details: by name of the replica.
         decisions, events: the latest, the newest first.
@@ -309,6 +312,7 @@ class DashboardState(State):
     num_viewers: int
     num_starting: int
     num_silent: int
+    num_continued: int = 0
     links: dict[str, str] = Field(default_factory=dict)
     traffic: Traffic
     decisions: tuple[Decision, ...]

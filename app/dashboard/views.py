@@ -58,7 +58,11 @@ def _report_of(status: ReplicaStatus, memory: MemorySnapshot | None) -> MemoryRe
 
 
 def view_replica(
-    status: ReplicaStatus, watches: Mapping[str, EngineWatch], call: WatchCall, *, ready_at: float
+    status: ReplicaStatus,
+    watches: Mapping[str, EngineWatch],
+    call: WatchCall,
+    ready_at: float,
+    is_draining: bool,
 ) -> ReplicaView:
     """A replica's answer, with the blocks of the model with the most requests. From any thread; waits 20 ms at most.
 
@@ -80,6 +84,7 @@ def view_replica(
         "name": status.name,
         "model": "" if busiest is None else busiest.name,
         "age_s": round(time.monotonic() - ready_at, 1),
+        "is_draining": is_draining,
         "load": status.load,
         "memory": _report_of(status, memory),
         "maps": () if memory is None else _maps(memory, detailed=False),

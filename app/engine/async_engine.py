@@ -149,11 +149,7 @@ class AsyncEngine:
         return self._engine.fingerprints()
 
     def held_at(self, host: str) -> str:
-        """Where other engines get what this one has begun, see `EngineRequest.held_at`.
-
-        Args:
-            host: this machine's address, for engines of other machines.
-        """
+        """Where other engines get what this one has begun (`EngineRequest.held_at`); `host`: this machine's address."""
         return "" if self._engine.handover is None else self._engine.handover.address(host)
 
     def hot_prefixes(self) -> list[CachedPrefix]:

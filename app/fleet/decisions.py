@@ -11,6 +11,10 @@ from folio.app.fleet.fleet import Fleet, RoutedRequest
 
 # Decisions that are kept, and replicas whose scores are kept of each.
 _MOST_DECISIONS, _MOST_SCORES = 64, 4
+# Time for which calls that went on at another replica are counted, and most of them.
+_COUNTED_S, _MOST_COUNTED = 60.0, 4096
+# Reason of a call that has begun, or waited, at another replica.
+CONTINUED = "continued"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +63,25 @@ class DecisionLog:
     def __init__(self) -> None:
         self.is_on = False
         self._decisions: deque[RoutingDecision] = deque(maxlen=_MOST_DECISIONS)
+        self._continued_at: deque[float] = deque(maxlen=_MOST_COUNTED)
 
     def note(self, decision: RoutingDecision) -> None:
         if self.is_on:
             self._decisions.append(decision)
+            if decision.reason == CONTINUED:
+                self._continued_at.append(decision.at)
 
     def latest(self) -> list[RoutingDecision]:
         """The newest first."""
         return list(self._decisions.copy())[::-1]
 
+    def num_continued(self, now: float) -> int:
+        """Calls of the last minute that went on at another replica."""
+        return sum(at > now - _COUNTED_S for at in self._continued_at.copy())
+
     def clear(self) -> None:
         self._decisions.clear()
+        self._continued_at.clear()
 
     def __reduce__(self) -> tuple[Callable[[], DecisionLog], tuple[()]]:
         # Serve pickles the router's module by value: without this the router would write into a copy.

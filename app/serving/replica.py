@@ -249,7 +249,8 @@ class EngineReplica:
         """This replica's part of the dashboard. Raises `UnavailableError` once the only engine has stopped."""
         status = await self.status()
         watches = {name: engine.watch for name, engine in self._shelf.engines().items() if engine.healthy}
-        return await _run_in_thread(partial(view_replica, status, watches, call, ready_at=self._ready_at))
+        of_replica = self._ready_at, self._is_draining
+        return await _run_in_thread(partial(view_replica, status, watches, call, *of_replica))
 
     async def set_draining(self, replica: str, draining: bool) -> bool:
         """Have routers move this replica's calls to others, if it is the one that is meant; returns whether it is."""

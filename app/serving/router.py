@@ -27,7 +27,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 from folio.app.compat.ray import BoundedWaitRouter, back_off
 from folio.app.engine.request.prefix_keys import compiled_hashing, prompt_keys
 from folio.app.errors import DeadlineError, NoReplicaError, OverloadedError
-from folio.app.fleet.decisions import DECISIONS, RoutingDecision, scores_of
+from folio.app.fleet.decisions import CONTINUED, DECISIONS, RoutingDecision, scores_of
 from folio.app.fleet.departures import DEPARTURES
 from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, reports_from_stats
@@ -346,6 +346,8 @@ class FolioRouter(BoundedWaitRouter):
         scores = scores_of(waiting.route.fleet, request, ranked, now)
         if isinstance(call, ForkCall):
             reason, scores = "fork", []
+        elif call.begun or call.held_at:
+            reason = CONTINUED
         elif call.crowded or call.refused_by or call.stopped:
             reason = "retry"
         elif self._policy_name != "prefix_aware":

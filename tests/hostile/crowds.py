@@ -100,6 +100,24 @@ async def stalled(a: Attacker) -> None:
     await asyncio.gather(*readers)
 
 
+async def unread(a: Attacker) -> None:
+    """Clients that read nothing of long streams, of several outputs each, and leave: nothing is kept for them."""
+    body = json.dumps(_text(prompt="What is Folio?", max_tokens=a.many(500, 3000), n=4, stream=True)).encode()
+    release = asyncio.Event()
+
+    async def one() -> None:
+        a.record.num_made += 1
+        async with connected(a.port, receive_buffer_bytes=4096) as connection:
+            connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await connection.send(request("POST", _TEXT, body))
+            await release.wait()
+
+    clients = [asyncio.create_task(one()) for _ in range(a.many(40, 1000))]
+    await asyncio.sleep(a.many(3, 20))
+    release.set()
+    await asyncio.gather(*clients)
+
+
 async def identities(a: Attacker) -> None:
     """A new tenant, user, salt, session and address with each request: what is kept for each must be bounded."""
 
@@ -175,6 +193,7 @@ ATTACKS: dict[str, Attack] = {
     "leaving": leaving,
     "cancellations": cancellations,
     "stalled readers": stalled,
+    "unread streams": unread,
     "identities": identities,
     "pins": pins,
     "operators": operators,

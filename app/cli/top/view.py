@@ -115,6 +115,8 @@ def _title(state: Mapping[str, Any], problem: tuple[float, str] | None) -> Text:
     for field, word, style in (("num_starting", "starting", "yellow"), ("num_silent", "silent", "red")):
         if state.get(field):
             text.append(f", {state[field]} {word}", style=style)
+    if num_draining := sum(bool(replica.get("is_draining")) for replica in state.get("replicas") or ()):
+        text.append(f", {num_draining} draining", style="yellow")
     if "at" in state:
         text.append(f"  {time.strftime('%H:%M:%S', time.localtime(state['at']))}", style="dim")
     if problem is not None:
@@ -135,6 +137,7 @@ def _totals(state: Mapping[str, Any], width: int) -> Text:
         ("tokens/s", f"{sum(tokens_per_s(replica, state['period_s']) for replica in replicas):.0f}"),
         ("requests/s", f"{traffic.get('requests_per_s', 0):.1f}"),
         ("failed/s", f"{traffic.get('failed_per_s', 0):.1f}"),
+        ("continued", str(state.get("num_continued", 0))),
         ("hit rate", hit),
         ("TTFT p50 p90 p99", _percentiles(traffic.get("ttft_s"))),
         ("TPOT p50 p90 p99", _percentiles(traffic.get("tpot_s"))),

@@ -100,14 +100,15 @@ function figures(now) {
   const running = now.replicas.reduce((a, r) => a + r.load.num_running, 0), waiting = now.replicas.reduce((a, r) => a + r.load.num_waiting, 0);
   const hit = t.prompt_tokens ? percent(t.cached_tokens / t.prompt_tokens) : "–";
   const queue = common.queue.flatMap(([, times]) => times);
-  const others = [now.num_starting && `${now.num_starting} starting`, now.num_silent && `${now.num_silent} silent`].filter(Boolean).join(", ");
+  const draining = now.replicas.filter((r) => r.is_draining).length;
+  const others = [draining && `${draining} draining`, now.num_starting && `${now.num_starting} starting`, now.num_silent && `${now.num_silent} silent`].filter(Boolean).join(", ");
   const list = [
     ["tokens per second", number(common.tokens.at(-1)[1]), ""], ["running, waiting", `${running}`, ` / ${waiting}`],
     ["KV memory of budget", bytes(sum((m) => m.physical_bytes)), " / " + bytes(sum((m) => m.budget_bytes))],
     ["first token, p50 / p99", seconds(t.ttft_s.p50), " / " + seconds(t.ttft_s.p99)], ["per token, p50 / p99", seconds(t.tpot_s.p50), " / " + seconds(t.tpot_s.p99)],
     ["requests per second", number(t.requests_per_s), t.failed_per_s ? ` (${number(t.failed_per_s)} failed)` : ""],
     ["end to end, p50 / p99", seconds(t.whole_s.p50), " / " + seconds(t.whole_s.p99)], ["queue, p50 / p99", seconds(quantile(queue, 0.5)), " / " + seconds(quantile(queue, 0.99))],
-    ["prefix hits, last minute", hit, ""], ["replicas", `${now.replicas.length}`, others ? " " + others : ""],
+    ["prefix hits, last minute", hit, ""], ["went on elsewhere, last minute", `${now.num_continued}`, ""], ["replicas", `${now.replicas.length}`, others ? " " + others : ""],
   ];
   for (const [label, value, rest] of list) {
     let [strong, small] = fields.get(label) ?? [];
@@ -155,7 +156,7 @@ function replicas(now) {
     parts.box.classList.remove("silent");
     parts.box.setAttribute("aria-selected", r.name === chosen);
     parts.name.textContent = r.name;
-    parts.age.textContent = ago(r.age_s);
+    parts.age.textContent = r.is_draining ? "draining" : ago(r.age_s);
     drawMini(parts.canvas, r.maps[0], now.states);
     parts.left.textContent = `${r.load.num_running} running`;
     parts.right.textContent = r.load.num_waiting ? `${r.load.num_waiting} waiting` : "";

@@ -58,7 +58,13 @@ def on_gpu(name: str) -> dict[str, Any]:
 
 def state_of(*replicas: dict[str, Any]) -> dict[str, Any]:
     times = {"num": 9, "p50": 0.0123, "p90": 0.034, "p99": 1.2}
-    traffic = {"prompt_tokens": 1000, "cached_tokens": 430, "requests_per_s": 2.5, "ttft_s": times, "tpot_s": times}
+    traffic = {
+        "prompt_tokens": 1000,
+        "cached_tokens": 430,
+        "requests_per_s": 2.5,
+        "ttft_s": times,
+        "tpot_s": times,
+    }
     Traffic.model_validate(traffic)
     return {
         "at": 1e9,
@@ -66,6 +72,7 @@ def state_of(*replicas: dict[str, Any]) -> dict[str, Any]:
         "model": "evil\x1b[2J",
         "num_starting": 1,
         "num_silent": 0,
+        "num_continued": 4,
         "traffic": traffic,
         "events": [{"ago_s": 70, "kind": "came", "replica": "r2"}],
         "replicas": list(replicas),
@@ -82,12 +89,24 @@ def shown(state: Any, width: int, height: int | None = None, problem: tuple[floa
 def test_the_view_fits_any_width(width: int) -> None:
     busy = replica("r3")
     busy["memory"] = None
-    lines = shown(state_of(replica("r1"), replica("r2", swapped_bytes=5 * MIB), busy), width)
+    leaving = replica("r2", swapped_bytes=5 * MIB) | {"is_draining": True}
+    lines = shown(state_of(replica("r1"), leaving, busy), width)
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
     assert "\x1b" not in text
-    for figure in ("3 replicas", "running 9", "queue 6", "tokens/s 270", "hit rate 43%", "12.3 34 1200 ms", "r1", "r2"):
+    for figure in (
+        "3 replicas",
+        "running 9",
+        "continued 4",
+        "queue 6",
+        "tokens/s 270",
+        "hit rate 43%",
+        "12.3 34 1200 ms",
+        "r1",
+        "r2",
+    ):
         assert figure in text
+    assert width == 40 or "3 replicas, 1 starting, 1 draining" in text
     assert sum("█" in line for line in lines) == 3  # two bars and the legend
     if width >= 120:
         assert next(line.split()[:7] for line in lines if "r1" in line) == ["r1", "1", "h", "3/64", "2", "5", "90"]

@@ -202,7 +202,7 @@ def test_a_new_ingress_gets_no_steps_that_were_watched_before(server: LocalServe
 
     def numbers(call: WatchCall) -> tuple[int, int, int]:
         """Steps, requests that have begun, and the last step."""
-        view = view_replica(status, {"m": watch}, call, ready_at=0.0)
+        view = view_replica(status, {"m": watch}, call, 0.0, False)
         steps = ReplicaState.model_validate_json(view.state).steps
         assert all(0 <= seconds < 60 for seconds in steps.queue_s)
         return sum(steps.num), len(steps.queue_s), view.last_step

@@ -37,10 +37,11 @@ def test_figures_are_those_of_the_status(is_shared: bool) -> None:
         "r", 1.0, tuple(ModelReport(m, LOAD, MEMORY) for m in (ASLEEP, AWAKE)[not is_shared :]), device, GPU
     )
     busy: Any = SimpleNamespace(look=lambda **_: SimpleNamespace(memory=None, sequences=[]), steps=lambda since: [])
-    view = view_replica(status, {"b": busy}, WatchCall(None), ready_at=0.0)
+    view = view_replica(status, {"b": busy}, WatchCall(None), 0.0, is_shared)
     found = ReplicaState.model_validate_json(view.state)
     assert (found.name, found.model, found.maps, view.detail, found.gpu.pinned_bytes) == ("r", "b", (), None, 3)
     assert found.load.model_dump() == {name: getattr(status.load, name) for name in Load.model_fields}
+    assert found.is_draining == is_shared
     if not is_shared:
         assert (found.memory, found.device, found.models) == (None, None, ())
         return

@@ -587,6 +587,20 @@ async def test_calls_leave_a_queue_when_another_replica_is_free(replicas: list[R
         DEPARTURES.remove(call)
 
 
+async def test_calls_that_went_on_elsewhere_are_counted(
+    replicas: list[Replica], decisions: Callable[[], list[tuple[str, str]]]
+) -> None:
+    router = router_for(replicas)
+    for number, had in enumerate(({}, {"begun": (BegunOutput(0, [1]),)}, {"held_at": "there"})):
+        await choose(router, pending(number, **had))
+    await asyncio.sleep(0)  # until its placement is noted
+    assert [reason for _, reason in decisions()] == ["continued", "continued", "no report"]
+    assert DECISIONS.num_continued(time.monotonic()) == 2
+    assert DECISIONS.num_continued(time.monotonic() + 60.0) == 0
+    DECISIONS.clear()
+    assert DECISIONS.num_continued(time.monotonic()) == 0
+
+
 async def test_the_number_of_waiting_requests_is_bounded() -> None:
     router = router_for([])
     waiting = [asyncio.create_task(choose(router, pending(i))) for i in range(1000)]

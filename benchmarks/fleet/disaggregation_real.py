@@ -1,7 +1,7 @@
 """Prefill apart from decode against a real Ray Serve: two replicas of SmolLM2 on this machine, a thread each.
 
 In turn, both replicas do both, and one computes prompts for the other (`routing.prefill_share`). Three clients stream
-answers of 96 tokens to short questions, one after the other; a fourth one has documents of about 1,000 tokens read,
+answers of 96 tokens to short questions, one after the other; a fourth one has documents of about 2,000 tokens read,
 with answers of 32 tokens, and a pause between them. All prompts differ.
 
     gap      between two pieces of an answer to a question: the 95th percentile, and the largest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from folio.app.config.engine import EngineConfig, PolicyName
 from folio.app.config.http import HttpSettings, NonNegativeBytes, PositiveBytes, Settings
@@ -25,12 +25,18 @@ class RoutingArgs(Settings):
         stale_after_s: age from which routers ignore a load report; at least three times `report_period_s`.
         wait_for_replica_s: a request waits this long for a replica when there is none, and is then refused. Once
             replicas have started, it waits for the next one as long as starts take.
+        prefill_share: share of the replicas that compute prompts only; the others decode them, with the blocks of the
+            first (docs/guides/replicas.md). 0: all replicas do both.
+        prefill_from_tokens: with a `prefill_share`, a prompt of which a decode replica has cached all but fewer tokens
+            is computed there.
     """
 
     policy: PolicyName = "prefix_aware"
     report_period_s: PositiveFloat = 0.5
     stale_after_s: PositiveFloat = 5.0
     wait_for_replica_s: PositiveFloat = 10.0
+    prefill_share: float = Field(default=0.0, ge=0, lt=1)
+    prefill_from_tokens: NonNegativeInt = 256
 
 
 class StreamingArgs(Settings):
@@ -175,6 +181,11 @@ class AppArgs(Settings):
             is_shared and engine.kv_memory_floor_bytes > 0,
             f"engine.kv_memory_floor_bytes is {engine.kv_memory_floor_bytes}; memory below the floor cannot be shared: "
             "leave it out beside shared_kv_memory_bytes",
+        )
+        yield (
+            self.routing.prefill_share > 0 and engine.tensor_parallel_size > 1,
+            f"routing.prefill_share is {self.routing.prefill_share:g} and engine.tensor_parallel_size "
+            f"{engine.tensor_parallel_size}; only replicas of one rank hand their blocks over: leave prefill_share out",
         )
         yield (
             is_shared and engine.tensor_parallel_size > 1,

@@ -42,12 +42,16 @@ class RoutedRequest:
         num_tokens: length of the prompt.
         keys: keys of its whole units from the beginning on (`folio.vmem.key_of`); empty until `unit_tokens` is known.
         session: the client's name for related requests, a hint.
+        is_begun: another replica has computed the prompt, and its blocks follow.
+        stays: the replica that computes the prompt decodes it.
     """
 
     request_id: str
     num_tokens: int
     keys: Sequence[bytes] = ()
     session: str | None = None
+    is_begun: bool = False
+    stays: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -126,10 +126,16 @@ class ForkCall:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPrefix:
-    """Prompt tokens that a router expects to be cached at a replica; any other replica ignores the number."""
+    """What a router expects of a replica; any other replica ignores it.
+
+    Attributes:
+        cached_tokens: prompt tokens that are cached there.
+        leaves: the call leaves after its first output, for another replica to decode (`folio.app.fleet.roles`).
+    """
 
     replica: str
     cached_tokens: int
+    leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from folio.app.errors import DeadlineError, ModelUnavailableError, NoReplicaErro
 from folio.app.fleet.departures import DEPARTURES, CallMovedError
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
 from folio.app.fleet.overload import LoadShedder
+from folio.app.fleet.roles import PrefilledError
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 # Longest time in which a cancelled request ends: a step, and the delivery of the cancellation.
 _ENDS_WITHIN_S = 2.0
 
-Reason = Literal["unavailable", "overloaded", "continued", "moved"]
+Reason = Literal["unavailable", "overloaded", "continued", "moved", "prefilled"]
 
 
 class DeliveredOutputs:
@@ -187,6 +188,8 @@ class CallRetries:
             self._check_alone(error)
             return None
         self._alone_since = None
+        if isinstance(error, PrefilledError):
+            return "prefilled"
         if isinstance(error, CallMovedError):
             self._num_moves += 1
             self._left = (error.replica,)

@@ -21,6 +21,7 @@ from folio.app.fleet.departures import DEPARTURES, CallMovedError, PlacedCall
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPooling, grouped_to_pool, whole_outputs
 from folio.app.fleet.overload import LoadShedder
 from folio.app.fleet.retry import CallRetries, CallWindow, Reason
+from folio.app.fleet.roles import Prefilled, PrefilledError
 from folio.app.fleet.streams import SILENCE_S, interleave, without_heartbeats
 from folio.app.http.request_context import current_context
 from folio.app.serving.peers import answers_of_each, holder_of
@@ -66,7 +67,7 @@ class ReplicaClient:
         )
         self._num_continued = metrics.Counter(
             "folio_continued_calls",
-            "Calls that went on at another replica: the first was gone and they had output, or it is to go.",
+            "Calls that went on at another replica: the first was gone and they had output, is to go, or prefills.",
             tag_keys=("reason",),
         )
 
@@ -145,8 +146,7 @@ class ReplicaClient:
             raise UnavailableError(f"not all engine replicas have answered within {ANSWER_TIMEOUT_S:g} s") from None
 
     async def call_each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Every replica's answer, or the `FolioError` in place of it: `UnavailableError` after `timeout_s`. Empty when
-        there is no replica."""
+        """Every replica's answer, or the `FolioError` in place of it: `answers_of_each`."""
         return await answers_of_each(self._handle, method, *args, timeout_s=timeout_s)
 
     def _interleaved(
@@ -159,8 +159,7 @@ class ReplicaClient:
     ) -> AsyncGenerator[Piece, None]:
         """The call's pieces, of as many replicas as it takes."""
         async with window.call_slot() if window else nullcontext():
-            shedder = self._shedders.get(call.model, self._shedder)
-            retries = CallRetries(call, shedder, arrived, window)
+            retries = CallRetries(call, self._shedders.get(call.model, self._shedder), arrived, window)
             while True:
                 try:
                     async with aclosing(self._pieces(retries)) as pieces:
@@ -172,9 +171,9 @@ class ReplicaClient:
                 await retries.pause()
 
     def _count(self, reason: Reason | None) -> None:
-        if reason in ("continued", "moved"):
+        if reason in ("continued", "moved", "prefilled"):
             self._num_continued.inc(tags={"reason": reason})
-            if (context := current_context()) is not None:
+            if reason != "prefilled" and (context := current_context()) is not None:
                 context.num_continued += 1
         elif reason is not None:
             self._num_retries.inc(tags={"reason": reason})
@@ -214,6 +213,8 @@ class ReplicaClient:
                     for piece in pieces:
                         finished |= piece.ends_request
                         yield piece
+                    if isinstance(item, Prefilled):
+                        raise PrefilledError(f"{place.replica} has computed the prompt")
                 if not finished:
                     raise call_broken_error()
         except UnavailableError:
@@ -257,6 +258,4 @@ def fits_by_value(params: SamplingParams) -> bool:
     """Whether every item of a stream with these parameters fits into a message."""
     if params.logprobs is not None or params.prompt_logprobs is not None:
         return False
-    if params.max_tokens is None:
-        return params.n == 1
-    return params.n * params.max_tokens <= _MOST_TOKENS_BY_VALUE
+    return params.n == 1 if params.max_tokens is None else params.n * params.max_tokens <= _MOST_TOKENS_BY_VALUE

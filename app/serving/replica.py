@@ -43,6 +43,7 @@ from folio.app.fleet.status import ReplicaStatus
 from folio.app.fleet.streams import BEAT_S, PROGRESS_S, StreamPace, with_heartbeats
 from folio.app.replica.additions import ShelfAdditions
 from folio.app.replica.figures import replica_status
+from folio.app.replica.prefill import pieces_here
 from folio.app.replica.request_streams import RequestStreams
 from folio.app.serving.engine_metrics import ReplicaMeter, RoutingAudit
 from folio.app.serving.ledger import BudgetMember, member_of_this_replica
@@ -184,7 +185,7 @@ class EngineReplica:
             raise
 
     async def generate_stream(self, call: GenerateRequest | ForkCall) -> AsyncIterator[ReplicaItem]:
-        """The outputs as they are generated: `RequestStreams.pieces`. A number is that of the shared stream with all
+        """The outputs as they are generated: `pieces_here`. A number is that of the shared stream with all
         later pieces, a string this replica's name, when the first piece is late. Also for whole answers: unlike a plain
         one, a stream has heartbeats, and it ends with its caller (if sent by value, see `folio.app.compat.ray`).
 
@@ -196,7 +197,7 @@ class EngineReplica:
         if isinstance(call, GenerateRequest) and call.shows_progress:
             beat_s, beat = PROGRESS_S, partial(asyncio.to_thread, self._requests.progress, call)
         async with (
-            aclosing(self._requests.pieces(call)) as lists,
+            aclosing(pieces_here(self._requests, call, self._name)) as lists,
             aclosing(with_heartbeats(self._shared.route_pieces(lists, share), beat_s, beat, late)) as items,
         ):
             async for item in items:

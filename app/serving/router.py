@@ -33,6 +33,7 @@ from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, SharedStreamCall, reports_from_stats
 from folio.app.fleet.policies import Policy, make_policy
 from folio.app.fleet.rebalancing import calls_to_move
+from folio.app.fleet.roles import ByRole, Roles
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class FolioRouter(BoundedWaitRouter):
         wait_for_replica_s: float = 10.0,
         isolate_tenants: bool = True,
         first_model: str = "",
+        prefill_share: float = 0.0,
+        prefill_from_tokens: int = 0,
     ) -> None:
         """Take the `request_router_kwargs` of the YAML.
 
@@ -97,6 +100,7 @@ class FolioRouter(BoundedWaitRouter):
             wait_for_replica_s: longest wait of a request for a replica.
             isolate_tenants: the engines' setting, on which the keys of cached prefixes depend.
             first_model: the model of calls that name none.
+            prefill_share, prefill_from_tokens: see `RoutingArgs`.
 
         Raises:
             ConfigError: the policy is unknown.
@@ -106,6 +110,7 @@ class FolioRouter(BoundedWaitRouter):
         compiled_hashing()  # load the library before the first request
         self._policy_name = policy
         self._first_model = first_model
+        self._roles, self._prefill_from_tokens = Roles(prefill_share), prefill_from_tokens
         self._routes: dict[str, Route] = {}
         self._by_name: dict[str, RunningReplica] = {}
         self.route()
@@ -142,6 +147,7 @@ class FolioRouter(BoundedWaitRouter):
             fleet = Fleet(stale_after_s=self._stale_after_s)
             fleet.update(self._by_name)
             policy = make_policy(self._policy_name, fleet, seed=random.getrandbits(64))
+            policy = ByRole(policy, fleet, self._roles, self._prefill_from_tokens)
             route = self._routes[name] = Route(fleet, policy)
         return route
 
@@ -237,19 +243,22 @@ class FolioRouter(BoundedWaitRouter):
     def _note_departures(self) -> None:
         """Have the calls leave the replicas that do. Those of one that has died break off, and count as failed."""
         staying = self._by_name.keys() - self._draining
+        self._roles.update(staying)
         DEPARTURES.update(self._staying, staying)
         self._staying = staying
 
     def _rebalance(self, heard: Sequence[str], now: float) -> None:
-        """Have calls leave replicas that have just reported a queue, where others are free."""
+        """Have calls leave replicas that have just reported a queue, where others of their role are free."""
         for model, route in self._routes.items():
             names = (model, "") if model == self._first_model else (model,)
-            for replica, num_calls in calls_to_move(route.fleet, model, heard, self._staying, now):
-                DEPARTURES.move(replica, names, num_calls)
+            for crowded, others in zip(self._roles.split(heard), self._roles.split(self._staying), strict=True):
+                for replica, num_calls in calls_to_move(route.fleet, model, crowded, others, now):
+                    DEPARTURES.move(replica, names, num_calls)
 
     def _set_replicas(self, replicas: Sequence[RunningReplica]) -> None:
         self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self._draining &= self._by_name.keys()
+        self._roles.update(self._by_name.keys() - self._draining)
         for route in self._routes.values():
             route.fleet.update(self._by_name)
         self._models_at = {name: models for name, models in self._models_at.items() if name in self._by_name}
@@ -317,10 +326,17 @@ class FolioRouter(BoundedWaitRouter):
         waiting.first_choice, waiting.sent = ranked[0], fleet.note_sent(request, ranked[0], cached, now)
         if generates:
             # The replica compares the expected with the found tokens: `ReplicaReport.missed_tokens`.
-            expected = ExpectedPrefix(ranked[0], cached)
+            expected = ExpectedPrefix(ranked[0], cached, self._leaves(call, request, ranked))
             left_s = waiting.left_s(time.time() - pending.created_at)
             pending.args[0] = replace(call, expected=expected, timeout_s=left_s)
         return ranked
+
+    def _leaves(self, call: GenerateRequest, request: RoutedRequest, ranked: Sequence[str]) -> bool:
+        """Whether a prompt is computed at the first replica and decoded at another one, which can get its blocks."""
+        first, prefill = ranked[0], self._roles.prefill
+        if first not in prefill or request.is_begun or request.stays or not DEPARTURES.held_at(first, call.model):
+            return False
+        return any(name not in prefill and DEPARTURES.may_continue(first, call.model, name) for name in ranked)
 
     def _decision(
         self, call: GenerateRequest | ForkCall, waiting: _Waiting, ranked: list[str], now: float
@@ -355,7 +371,11 @@ class FolioRouter(BoundedWaitRouter):
             keys = prompt_keys(call.prompt_token_ids, fleet.unit_tokens, call.cache_salt, adapter, tenant)
         session = call.session or pending.metadata.session_id or None
         num_begun = sum(len(output.token_ids) for output in call.begun)
-        return RoutedRequest(request_id, call.num_prompt_tokens + num_begun, keys, session)
+        # Blocks of an adapter's prompts are not handed over, and these read the whole prompt again.
+        stays = call.adapter is not None or call.pooling is not None or call.params.prompt_logprobs is not None
+        return RoutedRequest(
+            request_id, call.num_prompt_tokens + num_begun, keys, session, is_begun=num_begun > 0, stays=stays
+        )
 
     def _note_placed(self, future: asyncio.Future[RunningReplica]) -> None:
         """Serve has placed a request, or its caller has given up."""

@@ -13,10 +13,12 @@ from benchmarks.simulator.device import Device
 from benchmarks.simulator.outcome import Lifetime, Outcome
 from benchmarks.simulator.replica import Served, SimulatedReplica
 from benchmarks.simulator.traffic import Arrival
+from benchmarks.simulator.transfers import Link, Transfers
 from folio.app.engine.report import ReplicaReport
 from folio.app.fleet.autoscaling import AutoscalingLoad, ScalingPolicy
 from folio.app.fleet.fleet import Fleet, RoutedRequest, SentRequest
 from folio.app.fleet.policies import Policy
+from folio.app.fleet.roles import ByRole, Roles
 from folio.vmem import key_of
 
 # Of a router's state, and of the replicas by name in their present state, which rivals know beyond reports.
@@ -66,6 +68,14 @@ class _Router:
     policy: Policy
 
 
+@dataclass(frozen=True, slots=True)
+class _Destined:
+    """The decode replica to which a prompt's blocks go, and the router's record of the request there."""
+
+    name: str
+    sent: SentRequest | None
+
+
 class Cluster:
     """Simulates replicas behind routers. Deterministic; for one run.
 
@@ -76,6 +86,9 @@ class Cluster:
         report_period_s: `None`: replicas never report.
         scaling: `None`: the number of replicas is fixed.
         leaps: see `SimulatedReplica`.
+        roles: `None`: all replicas do both.
+        link: between replicas with roles.
+        least_tokens: see `ByRole`.
     """
 
     def __init__(
@@ -89,8 +102,14 @@ class Cluster:
         scaling: Scaling | None = None,
         seed: int = 0,
         leaps: bool = True,
+        roles: Roles | None = None,
+        link: Link | None = None,
+        least_tokens: int = 0,
     ) -> None:
         self._device = device
+        self._roles = roles
+        self._transfers = Transfers(link, device.step_tokens) if link is not None else None
+        self._destined: dict[str, _Destined] = {}
         self._report_period_s = report_period_s
         self._scaling = scaling
         self._leaps = leaps
@@ -110,7 +129,9 @@ class Cluster:
         for _ in range(num_routers):
             fleet = Fleet()
             fleet.update(self._names)
-            self._routers.append(_Router(fleet, policy(fleet, self._replica)))
+            made = policy(fleet, self._replica)
+            by_role = ByRole(made, fleet, roles, least_tokens) if roles is not None else made
+            self._routers.append(_Router(fleet, by_role))
         for i, member in enumerate(self._members.values()):  # not all at the same moment
             self._report_at(i / num_replicas * (report_period_s or 0.0), member)
 
@@ -145,15 +166,49 @@ class Cluster:
 
     def _arrive(self, arrival: Arrival, now: float) -> None:
         router = self._rng.choice(self._routers)
+        name, expected, sent = self._choose(router, arrival, now)
+        self._sent[arrival.request_id] = router, sent
+        only_prompt = name in self._prefills and arrival.num_output_tokens > 1
+        served = self._replica(name).submit(arrival, expected, now, only_prompt=only_prompt)
+        self._outcome.served.append(served)
+        if only_prompt and self._transfers is not None and self._transfers.overlap:
+            self._destine(router, arrival, now)
+        self._wake_later(self._members[name])
+
+    def _choose(
+        self, router: _Router, arrival: Arrival, now: float, *, is_begun: bool = False
+    ) -> tuple[str, int, SentRequest | None]:
+        """The replica for a request, its expected cached tokens, and the router's record."""
         keys = [key_of(digest) for digest in arrival.digests]
-        request = RoutedRequest(arrival.request_id, arrival.num_tokens, keys, arrival.session)
+        request = RoutedRequest(arrival.request_id, arrival.num_tokens, keys, arrival.session, is_begun)
         name = router.policy.rank_replicas(request, self._names, now)[0]
         expected = int(router.fleet.cached_tokens(request, [name])[0])
-        self._sent[arrival.request_id] = router, router.fleet.note_sent(request, name, expected, now)
-        member = self._members[name]
-        assert member.replica is not None
-        self._outcome.served.append(member.replica.submit(arrival, expected, now))
-        self._wake_later(member)
+        if is_begun:  # nothing is computed there
+            expected = arrival.num_tokens
+        return name, expected, router.fleet.note_sent(request, name, expected, now)
+
+    @property
+    def _prefills(self) -> frozenset[str]:
+        return self._roles.prefill if self._roles is not None else frozenset()
+
+    def _destine(self, router: _Router, arrival: Arrival, now: float) -> None:
+        name, _, sent = self._choose(router, arrival, now, is_begun=True)
+        self._destined[arrival.request_id] = _Destined(name, sent)
+
+    def _move(self, served: Served, giver: str, router: _Router, now: float) -> None:
+        """Send the blocks of a prompt that has been computed to a decode replica."""
+        assert self._transfers is not None
+        if served.arrival.request_id not in self._destined:
+            self._destine(router, served.arrival, now)
+        destined = self._destined.pop(served.arrival.request_id)
+        self._sent[served.arrival.request_id] = router, destined.sent
+        replica = self._replica(destined.name)
+        at = self._transfers.end(served, giver, destined.name, replica.cached_tokens(served.arrival))
+        self._at(at, partial(self._receive, destined.name, served))
+
+    def _receive(self, name: str, served: Served, now: float) -> None:
+        self._replica(name).receive(served, now)
+        self._wake_later(self._members[name])
 
     def _wake_later(self, member: _Member) -> None:
         if member.replica is not None and member.replica.wakes_at is not None:
@@ -163,16 +218,19 @@ class Cluster:
         if member.replica is None or member.replica.wakes_at != now:
             return  # interrupted meanwhile: the replica wakes at another time
         for ended in member.replica.advance(now):
-            self._end(ended, now)
+            self._end(ended, member.name, now)
         if member.drains and not member.replica.num_unfinished:
             self._close(member, now)
         self._wake_later(member)
 
-    def _end(self, served: Served, now: float) -> None:
-        self._left -= 1
+    def _end(self, served: Served, name: str, now: float) -> None:
         router, sent = self._sent.pop(served.arrival.request_id)
         if sent is not None:
             router.fleet.note_ended(sent, now)
+        if name in self._prefills and served.arrival.num_output_tokens > 1:
+            self._move(served, name, router, now)
+            return
+        self._left -= 1
         follower = self._followers.pop(served.arrival.number, None)
         if follower is not None:
             at = now + follower.pause_s
@@ -229,7 +287,8 @@ class Cluster:
             self._report_at(now, member)
 
     def _start(self, member: _Member, now: float) -> None:
-        member.replica = SimulatedReplica(member.index, self._device, now, leaps=self._leaps)
+        receives = self._roles is not None
+        member.replica = SimulatedReplica(member.index, self._device, now, leaps=self._leaps, receives=receives)
         self._change(now)
 
     def _stop(self, member: _Member, now: float) -> None:
@@ -241,6 +300,8 @@ class Cluster:
     def _change(self, now: float) -> None:
         """Note a change of the replicas that take requests."""
         self._names = [m.name for m in self._members.values() if m.replica is not None and not m.drains]
+        if self._roles is not None:
+            self._roles.update(self._names)
         for router in self._routers:
             router.fleet.update(self._names)
         self._note_size(now)

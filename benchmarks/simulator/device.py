@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -18,6 +19,8 @@ class Device:
         max_num_seqs: most sequences that run at once.
         cache_tokens: tokens that the KV cache holds.
         unit_tokens: tokens of a block.
+        max_mixed_step_s: see `MixedSteps`.
+        overlaps: weights are read while products are computed: the longer of both times counts, not their sum.
     """
 
     name: str
@@ -29,15 +32,14 @@ class Device:
     max_num_seqs: int
     cache_tokens: int
     unit_tokens: int
+    max_mixed_step_s: float = math.inf
+    overlaps: bool = False
 
     def step_s(self, num_tokens: int, attended: int, decode_attended: int) -> float:
         """Time of a step with this many tokens, whose prefills and decodes attend to these numbers of cached tokens."""
-        return (
-            self.fixed_s
-            + num_tokens * self.token_s
-            + attended * self.attended_s
-            + decode_attended * self.decode_attended_s
-        )
+        tokens_s = num_tokens * self.token_s
+        weights_s = max(self.fixed_s, tokens_s) if self.overlaps else self.fixed_s + tokens_s
+        return weights_s + attended * self.attended_s + decode_attended * self.decode_attended_s
 
 
 def roofline(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.memory import make_memory, prompt_of
+from benchmarks.simulator.received import ReceivedBlocks
 from benchmarks.simulator.traffic import Arrival
 from folio.app.engine.report import ReplicaReport
 from folio.app.engine.request.request import Request, Sequence
@@ -31,12 +32,14 @@ class Served:
     """A request at a replica, with times of its events in seconds of simulated time.
 
     `cached_tokens`: of the prompt, found in the prefix cache. `due_tokens`: tokens to compute, as estimated at the
-    arrival.
+    arrival. `begun_at`: the first step with the prompt. `moved_at`: it has left the replica that computed its prompt.
     """
 
     arrival: Arrival
     replica: int
     due_tokens: int = 0
+    begun_at: float | None = None
+    moved_at: float | None = None
     first_token_at: float | None = None
     ended_at: float | None = None
     cached_tokens: int = 0
@@ -45,6 +48,13 @@ class Served:
     def ttft_s(self) -> float:
         assert self.first_token_at is not None
         return self.first_token_at - self.arrival.at
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of the tokens after the first one; 0 without any."""
+        assert self.first_token_at is not None
+        assert self.ended_at is not None
+        return (self.ended_at - self.first_token_at) / max(self.arrival.num_output_tokens - 1, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +99,7 @@ class SimulatedReplica:
     Args:
         leaps: allow leaps. The outcome is the same without them.
         eviction: in place of Folio's.
+        receives: it also gets requests whose prompts were computed elsewhere, with their blocks (`ReceivedBlocks`).
 
     Attributes:
         busy_s: seconds in steps.
@@ -104,6 +115,7 @@ class SimulatedReplica:
         *,
         leaps: bool = True,
         eviction: EvictionOrder | None = None,
+        receives: bool = False,
     ) -> None:
         self.index = index
         self.now = now
@@ -120,6 +132,7 @@ class SimulatedReplica:
         self._active_units: Counter[bytes] = Counter()  # keys of unfinished requests' prompts
         self._memory = make_memory(device, device.cache_tokens, eviction, lambda: self.now)
         self._recovery = PreemptionCostModel(device.step_tokens)
+        self._received = ReceivedBlocks(self._memory, self._recovery) if receives else None
         self._scheduler = Scheduler(
             self._memory,
             max_num_seqs=device.max_num_seqs,
@@ -127,6 +140,8 @@ class SimulatedReplica:
             view="block_table",
             recovery=self._recovery,
             policy="recompute",
+            max_mixed_step_s=device.max_mixed_step_s,
+            reads=self._received,
             clock=lambda: self._arrival_at,
         )
         self._load = LoadReporter(
@@ -151,18 +166,36 @@ class SimulatedReplica:
         """Keys of all prefixes cached now."""
         return self._memory.prefixes.cached_keys(_ALL_KEYS)
 
-    def submit(self, arrival: Arrival, expected_cached_tokens: int, now: float) -> Served:
-        """Add a request at its arrival."""
-        self._arrival_at = now
-        chain, prompt = prompt_of(arrival, self._memory)
-        due_tokens = len(prompt) - self._memory.prefixes.match(chain, prompt).num_tokens
+    def cached_tokens(self, arrival: Arrival) -> int:
+        """Tokens of a prompt that are cached now."""
+        return self._memory.prefixes.match(*prompt_of(arrival, self._memory)).num_tokens
+
+    def submit(self, arrival: Arrival, expected_cached_tokens: int, now: float, *, only_prompt: bool = False) -> Served:
+        """Add a request at its arrival. `only_prompt`: it leaves after its first token."""
+        due_tokens = arrival.num_tokens - self.cached_tokens(arrival)
         served = Served(arrival, self.index, due_tokens)
-        self._served[arrival.request_id] = served
         self.prefill_due_tokens += due_tokens
+        self._submit(served, [], 1 if only_prompt else arrival.num_output_tokens, expected_cached_tokens, now)
+        return served
+
+    def receive(self, served: Served, now: float) -> None:
+        """Add a request with its first token, whose blocks are here and become cached when there is room."""
+        assert self._received is not None
+        served.replica, served.moved_at = self.index, now
+        arrival = served.arrival
+        cached_tokens = arrival.num_tokens // self._device.unit_tokens * self._device.unit_tokens
+        self._received.add(arrival.request_id)
+        self._submit(served, [_GENERATED + arrival.number], arrival.num_output_tokens, cached_tokens, now)
+
+    def _submit(self, served: Served, begun: list[int], most_outputs: int, expected: int, now: float) -> None:
+        self._arrival_at = now
+        arrival = served.arrival
+        chain, prompt = prompt_of(arrival, self._memory)
+        self._served[arrival.request_id] = served
         self._active_units.update(map(key_of, arrival.digests))
         request = Request(arrival.request_id, _SAMPLING, arrival=arrival.number)
-        sequence = Sequence(request, prompt, _SAMPLING, arrival.num_output_tokens, None, chain, prompt.copy())
-        sequence.expected_cached_tokens = expected_cached_tokens
+        sequence = Sequence(request, prompt, _SAMPLING, most_outputs, None, chain, prompt + begun)
+        sequence.expected_cached_tokens = expected
         sequence.use = PrefixUse(arrival.kind, len(prompt))
         self._scheduler.add(request)
         if self._leap is None:
@@ -170,7 +203,6 @@ class SimulatedReplica:
             self._begin()
         else:
             self._leap.cut(now)
-        return served
 
     def advance(self, now: float) -> Iterator[Served]:
         """Advance the time; yields the requests that end meanwhile."""
@@ -196,21 +228,34 @@ class SimulatedReplica:
         if not scheduled:
             assert not self._served, f"replica {self.index} cannot go on with {len(self._served)} requests"
             return
-        prompts = [s for s in scheduled if s.num_tokens > 1 or not s.samples]
+        came = [s for s in scheduled if self._came(s)]
+        prompts = [s for s in scheduled if (s.num_tokens > 1 or not s.samples) and s not in came]
         for s in scheduled:
+            served = self._served[s.sequence.request_id]
+            served.begun_at = self.now if served.begun_at is None else served.begun_at
             if s.sequence.num_computed == s.sequence.num_cached_tokens and not s.sequence.max_computed:
                 self.meter.note_begun(s.sequence)
-        num_tokens = sum(s.num_tokens for s in scheduled)
+        num_tokens = sum(1 if s in came else s.num_tokens for s in scheduled)
         prefill_tokens = sum(s.num_tokens for s in prompts)
-        attended = sum(_attended(s) for s in scheduled)
+        attended = sum(len(s.sequence.token_ids) if s in came else _attended(s) for s in scheduled)
         prompts_attended = sum(_attended(s) for s in prompts)
         seconds = self._device.step_s(num_tokens, prompts_attended, attended - prompts_attended)
         self._recovery.observe_step(num_tokens, attended, seconds)
+        self._scheduler.mixed_steps.note(scheduled, seconds)
         self.prefill_tokens += prefill_tokens
         num_steps, longer_s = 1, len(scheduled) * self._device.decode_attended_s
-        if self._leaps and not prompts and not self._scheduler.num_waiting:
+        if self._leaps and not prompts and not came and not self._scheduler.num_waiting:
             num_steps = min(map(self._steps_alone, scheduled))
         self._leap = _Leap(scheduled, num_steps, self.now, seconds, longer_s, bool(prompts))
+
+    def _came(self, scheduled: Scheduled) -> bool:
+        """Whether these tokens, the last ones of a prompt and its first output, came with the request's blocks: only
+        whole units become cached."""
+        sequence, unit = scheduled.sequence, self._device.unit_tokens
+        if scheduled.num_tokens == 1 or sequence.max_computed or not scheduled.samples:
+            return False
+        has_moved = self._served[sequence.request_id].moved_at is not None
+        return has_moved and scheduled.start >= len(sequence.prompt_token_ids) // unit * unit
 
     def _steps_alone(self, scheduled: Scheduled) -> int:
         """Number of steps until the sequence ends, or needs a block."""

@@ -60,6 +60,12 @@ def test_all_contradictions_are_reported_together() -> None:
     assert keys == ["engine.skip_tokenizer_init", "routing.stale_after_s", "streaming.min_interval_s"]
 
 
+def test_ranks_keep_the_blocks_of_their_prompts() -> None:
+    engine = EngineConfig(model="builtin", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"prefill_share is 0\.5 and engine\.tensor_parallel_size 2"):
+        AppArgs(engine=engine, routing=RoutingArgs(prefill_share=0.5))
+
+
 def test_a_model_that_cannot_be_loaded_is_not_deployed() -> None:
     """Regression: `serve deploy` started three replicas, which failed with a traceback each."""
     with pytest.raises(ConfigError, match="no such folder exists"):

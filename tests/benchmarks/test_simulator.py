@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,11 +19,13 @@ from benchmarks.simulator.kv_aware import KvAware, KvIndex
 from benchmarks.simulator.outcome import Outcome
 from benchmarks.simulator.ray_affinity import RayAffinity
 from benchmarks.simulator.replica import SimulatedReplica
+from benchmarks.simulator.transfers import Link
 from folio.app.checks import check_args
 from folio.app.config.args import AppArgs
 from folio.app.fleet.autoscaling import ScalingPolicy, ScalingTargets
 from folio.app.fleet.fleet import Fleet
 from folio.app.fleet.policies import Policy, make_policy
+from folio.app.fleet.roles import Roles
 from folio.vmem import key_of
 
 UNIT = traffic.MOONCAKE_UNIT
@@ -292,3 +295,44 @@ def test_the_model_of_the_real_runs_is_accepted(tmp_path: Path) -> None:
     """Regression: its vocabulary was smaller than that of the tokenizer it borrows from the built-in model."""
     routing_real.make_checkpoint(tmp_path)
     check_args(AppArgs.model_validate(routing_real.serve_args(tmp_path)))
+
+
+def by_role(num_prefill: int, num_replicas: int, sent: list[traffic.Arrival], **link: float) -> Outcome:
+    roles = Roles(num_prefill / num_replicas)
+    link_of = Link(bytes_per_s=link.get("bytes_per_s", 1e9), token_bytes=1000, parts=int(link.get("parts", 4)))
+    return Cluster(DEVICE, num_replicas, named("prefix_aware"), roles=roles, link=link_of).run(sent)
+
+
+@pytest.mark.parametrize("parts", [0, 4])
+def test_every_request_is_decoded_where_its_blocks_went(parts: int) -> None:
+    outcome = by_role(1, 3, arrivals(), parts=parts)
+    assert sorted(s.arrival.number for s in outcome.served) == list(range(100))
+    for served in outcome.served:
+        assert served.first_token_at is not None
+        assert served.ended_at is not None
+        assert (served.moved_at is not None) == (served.arrival.num_output_tokens > 1)
+        if served.moved_at is not None:
+            assert served.replica in (1, 2)
+            assert served.first_token_at <= served.moved_at < served.ended_at
+    prefill, *others = sorted(outcome.lifetimes, key=lambda life: life.name)
+    assert prefill.prefill_tokens == sum(s.arrival.num_tokens - s.cached_tokens for s in outcome.served)
+    assert not any(life.prefill_tokens for life in others)  # memory is enough: nothing is computed again
+
+
+@pytest.mark.parametrize(("parts", "share"), [(0, 1.0), (4, 1 / 4)])
+def test_a_move_waits_for_what_is_not_sent_yet(parts: int, share: float) -> None:
+    request = prompt(0, [1, 2, 3])
+    [served] = by_role(1, 2, [request], parts=parts).served
+    n = request.num_tokens
+    first_s = DEVICE.step_s(n, n * (n + 1) // 2, 0)
+    assert served.first_token_at == pytest.approx(first_s)
+    assert served.moved_at is not None
+    assert served.moved_at == pytest.approx(first_s + share * n * 1000 / 1e9)
+    assert served.ended_at == pytest.approx(served.moved_at + sum(DEVICE.step_s(1, 0, n + i) for i in (1, 2)))
+
+
+def test_a_link_carries_one_transfer_after_the_other() -> None:
+    """The link is slower than the device: each prompt's blocks wait for those of the one before."""
+    sent = [replace(prompt(i, [10 * i + 1, 10 * i + 2]), at=0.0) for i in range(3)]
+    moved = sorted(s.moved_at or 0.0 for s in by_role(1, 2, sent, bytes_per_s=1e6, parts=0).served)
+    assert [b - a for a, b in itertools.pairwise(moved)] == pytest.approx([sent[0].num_tokens * 1000 / 1e6] * 2)

@@ -16,15 +16,15 @@ from folio.app.engine.report import Progress
 from folio.app.engine.sampling.token_logprobs import TokenLogprobs
 from folio.app.errors import UnavailableError
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
+from folio.app.fleet.roles import Prefilled
 from tests.local_server import a_model, ingress_of
 
 Script = Callable[[Any], list[Any]]
 
 
 class Response:
-    """A handle's streamed response. `items`: pieces, a `Progress`, the call of forks, the name of a late
-    replica, an exception to raise, seconds
-    before a heartbeat, or `None` to hang."""
+    """A handle's streamed response. `items`: pieces, a `Progress`, the call of forks, `Prefilled`, the name of a late
+    replica, an exception to raise, seconds before a heartbeat, or `None` to hang."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
@@ -38,7 +38,7 @@ class Response:
     async def __aiter__(self) -> AsyncIterator[list[Piece] | GenerateRequest | Progress | str]:
         try:
             for item in self.items:
-                if isinstance(item, Progress | GenerateRequest | str):
+                if isinstance(item, Progress | GenerateRequest | Prefilled | str):
                     yield item
                 elif isinstance(item, float):
                     await asyncio.sleep(item)

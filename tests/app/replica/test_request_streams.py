@@ -16,7 +16,9 @@ from folio.app.engine import Delta, SamplingParams
 from folio.app.engine.request.engine_request import BegunOutput
 from folio.app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
 from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, Piece, whole_outputs
+from folio.app.fleet.roles import Prefilled
 from folio.app.fleet.streams import StreamPace
+from folio.app.replica.prefill import pieces_here
 from folio.app.replica.request_streams import RequestStreams
 from tests.app.replica.given_deltas import DELTAS, REQUEST, Engine
 from tests.local_server import Shelf
@@ -73,6 +75,21 @@ async def test_the_engine_gets_the_request_as_it_is(replica: str, num_expected: 
     sent = replace(REQUEST, expected=ExpectedPrefix(replica, 4))
     await outputs_of(requests, pickle.loads(pickle.dumps(sent)))
     assert engine.asked == [replace(sent, expected_cached_tokens=num_expected, whole=True)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_call_that_leaves_has_its_first_pieces_only(whole: bool) -> None:
+    """And the engine's stream is closed with them. A call that ends with them does not leave."""
+    call = replace(REQUEST, pooling=None, whole=whole, expected=ExpectedPrefix("here", 4, leaves=True))
+    requests = streams_of(engine := Engine(DELTAS))
+    [item] = [item async for item in pieces_here(requests, call, "here")]
+    assert isinstance(item, Prefilled)
+    assert [(piece.index, piece.token_ids) for piece in item] == [(0, (1,))]
+    assert engine.closed == 1
+    elsewhere = replace(call, expected=ExpectedPrefix("there", 4, leaves=True), whole=False)
+    assert len([item async for item in pieces_here(requests, elsewhere, "here")]) == 3
+    short = streams_of(Engine([Delta("r", (1,), "a", "length")]))
+    assert [type(item) async for item in pieces_here(short, call, "here")] == [list]
 
 
 async def test_more_prompts_are_outputs_of_one_call() -> None:

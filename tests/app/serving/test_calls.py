@@ -34,6 +34,7 @@ from folio.app.fleet.departures import DEPARTURES, CallMovedError
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
 from folio.app.fleet.overload import LoadShedder
 from folio.app.fleet.retry import CallRetries
+from folio.app.fleet.roles import Prefilled
 from folio.app.serving import peers
 from folio.app.serving.calls import ReplicaClient, fits_by_value
 from tests.fakes.replicas import Handle, Script, stopped
@@ -122,6 +123,17 @@ async def test_a_stream_continues_at_another_replica() -> None:
     [seed] = {call.params.seed for call in handle.calls}
     assert seed is not None
     assert handle.responses[0].cancelled
+
+
+@STREAM
+async def test_a_call_whose_prompt_is_computed_continues_elsewhere(stream: bool) -> None:
+    """As often as it takes: that is no failure, and the caller's log does not mention it."""
+    first = Prefilled([replace(BEGUN, replica="prefill")])
+    replicas, handle = replicas_with([first], [GONE], [END])
+    assert "".join(await ask(replicas, stream)) == "ab"
+    assert [[list(o.token_ids) for o in call.begun] for call in handle.calls] == [[], [[1]], [[1]]]
+    assert {call.begun_by for call in handle.calls[1:]} == {"prefill"}
+    assert not DEPARTURES._calls
 
 
 async def test_a_stream_leaves_a_replica_that_stops_again_and_again() -> None:

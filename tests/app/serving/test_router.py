@@ -538,6 +538,38 @@ async def test_a_draining_replica_gets_no_requests_while_there_is_another(replic
     DEPARTURES.remove(call)
 
 
+async def test_prompts_are_computed_and_decoded_by_role(replicas: list[Replica]) -> None:
+    """And by any replica when all of one role are gone, or drain."""
+    for replica in replicas:
+        replica.routing_stats = reports_as_stats({"": report(time.time(), [])}, {"": ("f", "address")}, 1.0)
+    router = router_for(replicas, prefill_share=0.3, prefill_from_tokens=UNIT)
+    begun: dict[str, Any] = {"begun": (BegunOutput(0, [1]),), "begun_by": "a"}
+
+    async def placed(number: int, num_tokens: int = len(PROMPT), **fields: Any) -> tuple[str, bool]:
+        chosen = await choose(router, request := pending(number, [number] * num_tokens, **fields))
+        return chosen, request.args[0].expected.leaves
+
+    for number in range(4):
+        assert await placed(number) == ("a", True)
+        by_decode = [await placed(number, **begun), await placed(number, UNIT - 1)]
+        by_decode += [await placed(number, adapter="poet"), await placed(number)]  # the last one is cached there now
+        assert {*by_decode} <= {("b", False), ("c", False)}
+    router.update_replicas(replicas[1:])
+    assert [await placed(5), await placed(6, **begun)] == [("b", True), ("c", False)]
+    router.update_replicas(replicas[1:2])
+    assert [await placed(7), await placed(8, **begun)] == [("b", False)] * 2
+
+
+async def test_a_prompt_stays_where_its_blocks_are(replicas: list[Replica]) -> None:
+    """A replica that hands no blocks over, or one beside another version, decodes the prompts that it computes."""
+    for addresses, others in ((("", ""), "f"), (("address", "address"), "g")):
+        for replica, address, version in zip(replicas, addresses, ("f", others), strict=False):
+            replica.routing_stats = reports_as_stats({"": report(time.time(), [])}, {"": (version, address)}, 1.0)
+        router = router_for(replicas[:2], prefill_share=0.5)
+        assert await choose(router, request := pending()) == "a"
+        assert not request.args[0].expected.leaves
+
+
 async def test_calls_leave_a_queue_when_another_replica_is_free(replicas: list[Replica]) -> None:
     """Once for each report of the queue."""
     left: list[str] = []

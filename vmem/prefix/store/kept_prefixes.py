@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 # Units are copied, and given up, in pieces of so many bytes, but no more than this share of the swap space.
 _COPY_BYTES, _COPY_SHARE = 8 << 20, 1 / 16
-# Longest processor time of `keep`, and a piece: another model waits for the memory. On a busy machine it takes longer, as
-# the work does that it saves.
-_MOST_S = 0.1
+# Longest processor time of `keep`, and a piece: another model waits for the memory. On a busy machine it takes longer,
+# as does the work that it saves. The sum of all sleeps is bounded by that work: a unit is copied once.
+_MOST_S = 0.2
 
 _Unit = tuple[PrefixNode, int]  # with a layer group
 _Key = tuple[int, bytes]  # layer group and digest

@@ -134,6 +134,20 @@ def test_swapped_sequences_take_the_room_of_what_is_worth_least(monkeypatch: pyt
         assert memory.report().kept_bytes == 8 * PAGE_BYTES
 
 
+def test_nothing_is_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened() as (memory, kept):
+        serve(memory, IDS, 0)
+        sleep(memory, kept)
+        wake(memory, kept)
+        serve(memory, OTHER, 0)
+        copied: list[tuple[Any, ...]] = []
+        real = kept._records.copy_into
+        monkeypatch.setattr(kept._records, "copy_into", lambda *args: (copied.append(args), real(*args)))
+        sleep(memory, kept)
+        assert len(copied) == 6
+        assert (wake(memory, kept), wake(memory, kept, OTHER)) == (6, 6)
+
+
 def test_what_swapped_sequences_have_is_not_copied() -> None:
     with opened() as (memory, kept):
         swapped = memory.swap_out([run(memory, IDS, 0)])

@@ -103,11 +103,11 @@ class KeptPrefixes(IndexedPrefixes):
 
     def keep(self) -> None:
         """Copy cached prefixes in the order of `by_worth`, as far as there is room and time. No step may run."""
-        unit_tokens = self._memory.prefixes.unit_tokens
         with self._memory.lock:
             kept = (node for node in by_worth(self._memory) if self._keeps(node.keys))
-            nodes = list(itertools.islice(kept, int(self._space.most_bytes // self._unit_bytes)))
-        if not nodes or not self._is_worth(len(nodes) * self._unit_bytes, len(nodes) * unit_tokens):
+            nodes = list(itertools.islice(kept, int(self._space.most_bytes // min(self._records.num_bytes))))
+        sizes = (size for node in nodes for size, ids in zip(self._records.num_bytes, node.blocks, strict=True) if ids)
+        if not nodes or not self._is_worth(sum(sizes), len(nodes) * self._memory.prefixes.unit_tokens):
             return
         began = time.thread_time()
         wanted: dict[_Copy, None] = {}  # the best first; not offered to others meanwhile

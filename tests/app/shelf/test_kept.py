@@ -13,6 +13,7 @@ import pytest
 from folio.app.config.engine import KVStore
 from folio.app.config.shelf import ModelConfig
 from folio.app.engine.engine import Engine
+from folio.app.engine.schedule import read_ahead
 from folio.app.engine.schedule.preemption import PreemptionCostModel
 from folio.app.shelf.shelf import Shelf
 from folio.vmem.prefix.store import kept_prefixes
@@ -160,4 +161,15 @@ async def test_what_was_not_written_before_a_sleep_is_on_disk_after_the_close(
             await asyncio.to_thread(shelf.close)
         assert engine.store.counts.dropped == 0
     async with models.shelf(config, memory_of=["llama"]) as shelf:
+        assert await ask(shelf, "llama") == (80, alone)
+
+
+async def test_a_long_prefix_comes_back_in_parts_however_long_it_has_waited_for_memory(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "_PART_BYTES", 1)
+    monkeypatch.setattr(read_ahead, "_MOST_WAIT_S", 0.0)
+    async with models.shelf("llama", memory_of=["llama"]) as shelf:
+        _, alone = await ask(shelf, "llama")
+        await put_to_sleep(shelf, "llama")
         assert await ask(shelf, "llama") == (80, alone)

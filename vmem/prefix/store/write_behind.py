@@ -105,7 +105,8 @@ class WriteBehind:
         """Write what is due while there is time: the units with the most hits, then those of the latest sequences."""
         deadline, self._next_at = time.monotonic() + longest_s, 0.0
         self._note_hot()
-        self._ended = deque(islice(reversed(self._ended), _MOST_ENDED))
+        with self._memory.lock:  # sequences may end
+            self._ended = deque(islice(reversed(self._ended), _MOST_ENDED))
         while self.has_work and time.monotonic() + self.wait_s() < deadline:
             time.sleep(self.wait_s())
             self.write_next()

@@ -2,7 +2,7 @@
 
 The real default model, alone on a shelf's device, is asked for a prompt of 2,000 tokens, put to sleep, woken, and asked
 again: once with swap space and once without, in turn. The sleep is timed as in the thread of the shelf's steps. Then
-both fall asleep with as many cached prompts as the swap space holds, which is more than the bound of the time allows.
+both fall asleep with more cached prompts than the bound of the time of a sleep allows to copy.
 
 --quick: short prompts, two of them.
 """

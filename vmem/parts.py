@@ -130,7 +130,7 @@ class MemoryParts(MemorySizes):
         pin_quota: share of the budget that pinned prefixes may take.
         retain_quota: share of the budget that retained prefixes may take.
         eviction: which cached blocks are evicted first; by default those that are least likely to be used soon.
-        swap_bytes: host memory for preempted sequences.
+        swap_bytes: host memory for preempted sequences and kept prefixes.
         swap_space: that of all memories that share it; by default this one has `swap_bytes` for itself.
         contents: given the tensors, how blocks are copied, for copy-on-write and swapping.
         hash: of the prefix cache; for tests.
@@ -170,7 +170,7 @@ class MemoryParts(MemorySizes):
     ) -> None:
         super().__init__(groups, budget_bytes, max_tokens, step_tokens, floor_bytes, may_be_empty)
         self.backend, pages = backend, self.pages
-        options, swap_space = options or MappingOptions(), swap_space or SwapSpace()
+        options, space = options or MappingOptions(), SwapSpace(swap_bytes, swap_space or SwapSpace())
         counts = MemoryCounts()
         unit_tokens = math.lcm(*(group.layout.block_tokens for group in groups if not group.is_state))
         order = eviction or ReturnOrder(
@@ -195,9 +195,7 @@ class MemoryParts(MemorySizes):
         self.prefixes = PrefixCache(
             memories, lock, tree, allocator, tables, counts, order, self.step_tokens, prefix_cache
         )
-        self.swapping = Swapping(
-            memories, lock, mapper, blocks, tree, allocator, regions, self.prefixes, swap_bytes, swap_space
-        )
+        self.swapping = Swapping(memories, lock, mapper, blocks, tree, allocator, regions, self.prefixes, space)
         self.pins = Pins(lock, pages, memories, pin_quota)
         self.audit = MemoryAudit(
             backend, pages, memories, lock, mapper, tree, self.copies, tables, self.pins, self.swapping, counts

@@ -46,7 +46,8 @@ class MemoryReport(MemoryCounts):
         active_bytes: of the physical, owned by sequences and pins.
         cached_bytes: of the physical, in cached blocks.
         pinned_bytes: of the active, owned by pinned prefixes.
-        swapped_bytes, swap_budget_bytes: host memory that preempted sequences take, and may take.
+        swapped_bytes, kept_bytes: host memory that preempted sequences take, and copies of cached prefixes.
+        swap_budget_bytes: what both together may take.
         parked_bytes: of the physical, in free-mapped blocks.
         eager_bytes: of the parked, mapped ahead.
         num_mappings: handles mapped now, counted once per address. A handle is one page, or the pages of an extent.
@@ -79,6 +80,7 @@ class MemoryReport(MemoryCounts):
     cached_bytes: int
     pinned_bytes: int
     swapped_bytes: int
+    kept_bytes: int
     swap_budget_bytes: int
     parked_bytes: int
     eager_bytes: int
@@ -190,7 +192,8 @@ class MemoryAudit:
             cached_bytes=sum(group.cached_blocks * group.block_bytes for group in groups),
             pinned_bytes=self._pages.num_pinned * page_bytes,
             swapped_bytes=self._swapping.used_bytes,
-            swap_budget_bytes=self._swapping.budget_bytes,
+            kept_bytes=self._swapping.space.kept_bytes,
+            swap_budget_bytes=int(self._swapping.space.most_bytes),
             parked_bytes=sum(group.parked_blocks * group.block_bytes for group in groups),
             eager_bytes=sum(group.eager_blocks * group.block_bytes for group in groups),
             num_mappings=self._backend.num_mappings,

@@ -127,8 +127,9 @@ class EngineConfig:
         isolate_tenants: requests with a `tenant` share cached prefixes only within that tenant.
         preemption: how preempted requests get their blocks back: by swap, by recompute, or by the one that is expected
             to be faster.
-        swap_bytes: most host memory for swapped blocks, less where the machine has less; beyond it requests are
-            recomputed. Models that share a device take at most the largest one's together.
+        swap_bytes: most host memory for swapped blocks, and for cached prefixes of a model that sleeps, less where the
+            machine has less; beyond it requests are recomputed. Models that share a device take at most the largest
+            one's together; 0: nothing of this model.
         block_tokens: tokens in a KV block; by default the size that wastes least, or a larger one if `kv_memory_bytes`
             would otherwise be more pages than can be mapped.
         kv_layout: "interleaved": all layers of a token side by side; "sliced": 4 to 8 layers side by side, in blocks of

@@ -51,7 +51,8 @@ class ModelConfig:
         name: the model's name in requests.
         engine: its engine. `kv_memory_bytes` is a ceiling within the shelf's `device_memory_bytes`.
         keep: when its weights leave the device. "auto": when other models can use the memory better; "always": never;
-            seconds: after this time without a request, or earlier when others need the memory.
+            seconds: after this time without a request, or earlier when others need the memory. Its cached prefixes
+            leave the device with them, for host memory (`engine.swap_bytes`), whatever `keep` is.
         weight: its share of the device's time while several models have work, relative to the others, from 0.001 to
             1000.
         slo: its latency targets.

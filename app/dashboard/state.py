@@ -120,8 +120,8 @@ class Steps(State):
 
 @figures_of(
     ModelStatus,
-    "name state device_weight_bytes kv_bytes num_running num_waiting num_wakes wake_s last_wake_s num_evictions "
-    "evicted_for error",
+    "name state device_weight_bytes kv_bytes kept_bytes num_running num_waiting num_wakes wake_s last_wake_s "
+    "num_evictions evicted_for error",
 )
 class ModelOnDevice(State):
     """A model of a replica whose models share a device, see `folio.app.shelf.status.ModelStatus`."""

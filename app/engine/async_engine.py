@@ -409,6 +409,8 @@ class AsyncEngine:
 
     def close(self) -> None:
         """Fail the requests in flight, free all memory, and end the thread. Does not wait for a thread that hangs."""
+        if self._engine.store is not None:
+            self._engine.store.flush()  # here, and not in the thread of the steps of all models
         self.driver.stop()
         if not self.driver.hangs:
             self.driver.closed.result()

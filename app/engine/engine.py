@@ -82,7 +82,7 @@ class Engine(EngineParts):
         self.asleep = False
         with ExitStack() as undo:
             super().__init__(config, launch, admit, loaded, device, undo)
-            self._pin_restorer = PinRestorer(self.requests)
+            self._pin_restorer = PinRestorer(self.requests, self.footprint.pin_copy)
             self._next_deadline = math.inf  # the earliest; its request may have ended
             undo.callback(self.cancel_all)
             with kernel_errors_as_config_errors():
@@ -262,6 +262,8 @@ class Engine(EngineParts):
         Raises:
             UnavailableError: a rank is lost; no step will succeed any more.
         """
+        for request_id in self._pin_restorer.pin_copies():
+            self.cancel(request_id)
         deltas = self._step()
         return self._pin_restorer.take_own(deltas) if self._pin_restorer.requests else deltas
 
@@ -333,9 +335,8 @@ class Engine(EngineParts):
     # ---- on a shared device ----
 
     def sleep(self) -> None:
-        """Give back all memory of the device, between two steps: running requests are preempted, cached prefixes are
-        forgotten, adapters and graphs dropped, weights unmapped. Until `wake`, requests wait; those whose `timeout_s`
-        passes end."""
+        """Give back all memory of the device, between two steps: preempt running requests, copy cached prefixes to host
+        memory (`KeptPrefixes`), drop adapters and graphs, unmap weights. Until `wake` requests wait, or time out."""
         self._steps.settle()
         self.scheduler.preempt_all()
         if self.speculation is not None:
@@ -346,8 +347,8 @@ class Engine(EngineParts):
 
     def wake(self) -> None:
         """Serve requests again, after `footprint` has mapped the weights. `step` first loads the adapters of requests
-        that had begun. Graphs are captured again when steps need them. Pinned prefixes are computed again; a pin that
-        fails keeps its name, and is computed at the next wake-up, or by the next `pin` of that name."""
+        that had begun. Graphs are captured again when steps need them. Pinned prefixes come back, computed if they were
+        not kept; a pin that fails keeps its name until the next wake-up, or the next `pin` of that name."""
         self.asleep = self._steps.starved = False
         self._pin_restorer.restore(self._queue_pin)
 
@@ -405,6 +406,7 @@ class Engine(EngineParts):
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless the memory is consistent and, without requests, all of it is free."""
         self.memory.check_integrity()
+        self.footprint.check_integrity()
         if not self.requests:
             self.memory.check_idle()
         if self.speculation is not None:

@@ -180,6 +180,8 @@ class LLM:
     def close(self) -> None:
         """Free all memory, after the running call. Idempotent."""
         with self._lock:
+            if self.engine.store is not None and not self._closed:
+                self.engine.store.flush()
             self._closed = True
             self.engine.close()
 

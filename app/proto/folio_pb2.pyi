@@ -530,7 +530,7 @@ class LoadFigures(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., free_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., active_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., swapped_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ModelLoad(_message.Message):
-    __slots__ = ("name", "state", "num_running", "num_waiting", "queued_tokens", "queued_s", "weight_bytes", "kv_bytes", "wake_s", "num_wakes", "num_evictions", "error")
+    __slots__ = ("name", "state", "num_running", "num_waiting", "queued_tokens", "queued_s", "weight_bytes", "kv_bytes", "wake_s", "num_wakes", "num_evictions", "error", "kept_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -543,6 +543,7 @@ class ModelLoad(_message.Message):
     NUM_WAKES_FIELD_NUMBER: _ClassVar[int]
     NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     num_running: int
@@ -555,7 +556,8 @@ class ModelLoad(_message.Message):
     num_wakes: int
     num_evictions: int
     error: str
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., wake_s: _Optional[float] = ..., num_wakes: _Optional[int] = ..., num_evictions: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    kept_bytes: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., wake_s: _Optional[float] = ..., num_wakes: _Optional[int] = ..., num_evictions: _Optional[int] = ..., error: _Optional[str] = ..., kept_bytes: _Optional[int] = ...) -> None: ...
 
 class ReplicaLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "queued_tokens", "free_tokens", "total_tokens", "budget_bytes", "physical_bytes", "active_bytes", "cached_bytes", "pinned_bytes", "swapped_bytes", "prompt_tokens", "cached_tokens", "name", "queued_s", "busy_share", "max_num_seqs", "ready_s", "models")
@@ -646,7 +648,7 @@ class PinReport(_message.Message):
     def __init__(self, name: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class MemoryReport(_message.Message):
-    __slots__ = ("budget_bytes", "budget_revision", "reserved_bytes", "mapped_bytes", "physical_bytes", "anchor_bytes", "active_bytes", "cached_bytes", "pinned_bytes", "swapped_bytes", "swap_budget_bytes", "parked_bytes", "eager_bytes", "num_mappings", "map_calls", "unmap_calls", "alias_calls", "create_calls", "destroy_calls", "exposed_us", "hidden_us", "num_exposed", "num_hidden", "mapper_failures", "adoptions", "adopted_blocks", "demotions", "queried_tokens", "hit_tokens", "evicted_blocks", "cached_prefixes", "copied_blocks", "pins", "groups", "in_flight_us")
+    __slots__ = ("budget_bytes", "budget_revision", "reserved_bytes", "mapped_bytes", "physical_bytes", "anchor_bytes", "active_bytes", "cached_bytes", "pinned_bytes", "swapped_bytes", "swap_budget_bytes", "parked_bytes", "eager_bytes", "num_mappings", "map_calls", "unmap_calls", "alias_calls", "create_calls", "destroy_calls", "exposed_us", "hidden_us", "num_exposed", "num_hidden", "mapper_failures", "adoptions", "adopted_blocks", "demotions", "queried_tokens", "hit_tokens", "evicted_blocks", "cached_prefixes", "copied_blocks", "pins", "groups", "in_flight_us", "kept_bytes")
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_REVISION_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -682,6 +684,7 @@ class MemoryReport(_message.Message):
     PINS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_US_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     budget_bytes: int
     budget_revision: int
     reserved_bytes: int
@@ -717,7 +720,8 @@ class MemoryReport(_message.Message):
     pins: _containers.RepeatedCompositeFieldContainer[PinReport]
     groups: _containers.RepeatedCompositeFieldContainer[GroupReport]
     in_flight_us: float
-    def __init__(self, budget_bytes: _Optional[int] = ..., budget_revision: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., mapped_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., anchor_bytes: _Optional[int] = ..., active_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., swapped_bytes: _Optional[int] = ..., swap_budget_bytes: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., eager_bytes: _Optional[int] = ..., num_mappings: _Optional[int] = ..., map_calls: _Optional[int] = ..., unmap_calls: _Optional[int] = ..., alias_calls: _Optional[int] = ..., create_calls: _Optional[int] = ..., destroy_calls: _Optional[int] = ..., exposed_us: _Optional[float] = ..., hidden_us: _Optional[float] = ..., num_exposed: _Optional[int] = ..., num_hidden: _Optional[int] = ..., mapper_failures: _Optional[int] = ..., adoptions: _Optional[int] = ..., adopted_blocks: _Optional[int] = ..., demotions: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., cached_prefixes: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinReport, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupReport, _Mapping]]] = ..., in_flight_us: _Optional[float] = ...) -> None: ...
+    kept_bytes: int
+    def __init__(self, budget_bytes: _Optional[int] = ..., budget_revision: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., mapped_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., anchor_bytes: _Optional[int] = ..., active_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., swapped_bytes: _Optional[int] = ..., swap_budget_bytes: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., eager_bytes: _Optional[int] = ..., num_mappings: _Optional[int] = ..., map_calls: _Optional[int] = ..., unmap_calls: _Optional[int] = ..., alias_calls: _Optional[int] = ..., create_calls: _Optional[int] = ..., destroy_calls: _Optional[int] = ..., exposed_us: _Optional[float] = ..., hidden_us: _Optional[float] = ..., num_exposed: _Optional[int] = ..., num_hidden: _Optional[int] = ..., mapper_failures: _Optional[int] = ..., adoptions: _Optional[int] = ..., adopted_blocks: _Optional[int] = ..., demotions: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., cached_prefixes: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinReport, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupReport, _Mapping]]] = ..., in_flight_us: _Optional[float] = ..., kept_bytes: _Optional[int] = ...) -> None: ...
 
 class MemoryReports(_message.Message):
     __slots__ = ("replicas",)

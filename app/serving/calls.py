@@ -256,6 +256,5 @@ async def _answered(response: Any) -> Any:
 
 def fits_by_value(params: SamplingParams) -> bool:
     """Whether every item of a stream with these parameters fits into a message."""
-    if params.logprobs is not None or params.prompt_logprobs is not None:
-        return False
-    return params.n == 1 if params.max_tokens is None else params.n * params.max_tokens <= _MOST_TOKENS_BY_VALUE
+    is_small = params.n == 1 if params.max_tokens is None else params.n * params.max_tokens <= _MOST_TOKENS_BY_VALUE
+    return is_small and params.logprobs is None and params.prompt_logprobs is None

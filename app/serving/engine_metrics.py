@@ -50,7 +50,7 @@ def _bytes(report: object, *kinds: str) -> dict[str, float]:
 
 
 _KIND, _PROPOSER = ("model", "kind"), ("model", "proposer")
-_KV_KINDS = ("budget", "physical", "anchor", "active", "cached", "pinned", "parked", "mapped", "swapped")
+_KV_KINDS = ("budget", "physical", "anchor", "active", "cached", "pinned", "parked", "mapped", "swapped", "kept")
 
 # Metrics of a model, loaded or not.
 REQUESTS: Rows[Requests] = (

@@ -219,9 +219,9 @@ class ShelvedModel:
     @property
     def status(self) -> ModelStatus:
         """From any thread."""
-        engine, kv_bytes, num_running, num_waiting = self.engine, 0, 0, self.num_pending
+        engine, kv_bytes, kept_bytes, num_running, num_waiting = self.engine, 0, 0, 0, self.num_pending
         if engine is not None:
-            kv_bytes = engine.held_bytes
+            kv_bytes, kept_bytes = engine.held_bytes, engine.driver.engine.footprint.kept_bytes
             num_running, waiting = engine.num_requests
             num_waiting += waiting
         return ModelStatus(
@@ -229,6 +229,7 @@ class ShelvedModel:
             state=self.state,
             weight_bytes=self.weight_bytes,
             kv_bytes=kv_bytes,
+            kept_bytes=kept_bytes,
             num_running=num_running,
             num_waiting=num_waiting,
             num_wakes=self.num_wakes,

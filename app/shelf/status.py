@@ -19,6 +19,7 @@ class ModelStatus(Requests):
     Attributes:
         weight_bytes: of its weights, on the device while it is awake; 0: not known yet.
         kv_bytes: KV memory that exists.
+        kept_bytes: host memory of its prefixes.
         num_wakes: times that it was loaded or woken.
         wake_s: expected seconds to wake it from its present state; 0 while it is awake.
         last_wake_s: seconds of the last wake or load.
@@ -32,6 +33,7 @@ class ModelStatus(Requests):
     state: ModelState
     weight_bytes: int = 0
     kv_bytes: int = 0
+    kept_bytes: int = 0
     num_wakes: int = 0
     wake_s: float = 0.0
     last_wake_s: float = 0.0

@@ -33,6 +33,9 @@ class _Blocks:
     def oldest(self) -> int | None:
         return next(iter(self._blocks), None)
 
+    def last_first(self) -> Iterator[int]:
+        return reversed(self._blocks)
+
     def is_first_choice(self, block_id: int) -> bool:
         return True
 

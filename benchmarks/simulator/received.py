@@ -18,7 +18,7 @@ class ReceivedBlocks(ReadAhead):
     blocks have no content."""
 
     def __init__(self, memory: KVMemory, recovery: PreemptionCostModel) -> None:
-        super().__init__(None, None, recovery)
+        super().__init__(None, None, None, recovery)
         self._memory, self._installer = memory, PrefixInstaller(memory, _Empty(memory))
         self._ids: set[str] = set()  # of requests
 

@@ -38,6 +38,9 @@ class EvictionQueue(Protocol):
     def oldest(self) -> int | None:
         """The block unused for longest, of those whose pages may go back to the machine."""
 
+    def last_first(self) -> Iterator[int]:
+        """All blocks, the last to be evicted first. Valid until the next change."""
+
     def is_first_choice(self, block_id: int) -> bool:
         """Whether nothing else should be evicted before this block."""
 
@@ -250,6 +253,12 @@ class SegmentQueue:
         heads = map(next, map(iter, self._places.values()))
         longest = min(heads, key=lambda segment: segment.used_at, default=None)
         return None if longest is None else next(iter(self._blocks[longest]))
+
+    def last_first(self) -> Iterator[int]:
+        self._order.advance()
+        ranks = {s: (s.retained_until > 0, self._order.score_of(s.place), s.used_at) for s in self._blocks}
+        ranked = sorted(self._blocks, key=ranks.__getitem__, reverse=True)
+        return (block_id for segment in ranked for block_id in reversed(self._blocks[segment]))
 
     def is_first_choice(self, block_id: int) -> bool:
         segment = self._segment_of[block_id]

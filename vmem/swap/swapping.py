@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from folio.vmem.blocks.tables import BlockAllocator
-from folio.vmem.errors import IntegrityError, OutOfPages, OutOfSwap, VmemError
+from folio.vmem.errors import IntegrityError, OutOfPages, VmemError
 from folio.vmem.group import GroupMemory
 from folio.vmem.lock import MemoryLock
 from folio.vmem.mapping.mapper import Mapper
@@ -43,12 +43,9 @@ class SwappedGroup:
 class Swapping:
     """Swapped sequences and their copies. A block that several sequences of a request share is copied once.
 
-    Args:
-        budget_bytes: host memory at most.
-        _space: from which other memories take theirs, too.
-
     Attributes:
-        used_bytes: host memory in use.
+        space: host memory of this memory, shared with kept prefixes.
+        used_bytes: what swapped sequences take of it.
     """
 
     _groups: Sequence[GroupMemory]
@@ -59,8 +56,7 @@ class Swapping:
     _allocator: BlockAllocator
     _regions: RegionManager
     _prefixes: PrefixCache
-    budget_bytes: int
-    _space: SwapSpace
+    space: SwapSpace
     _live: set[SwappedGroup] = field(default_factory=set)
     used_bytes: int = 0
     _keys: Iterator[int] = field(default_factory=itertools.count)
@@ -79,6 +75,12 @@ class Swapping:
         """Copied blocks of each layer group. With the lock held."""
         return [sum(swapped.num_rows[g] for swapped in self._live) for g in range(len(self._groups))]
 
+    @property
+    def digests(self) -> set[bytes]:
+        """Of the swapped units. With the lock held."""
+        paths = (sequence.prefix for swapped in self._live for sequence in swapped.sequences)
+        return {d for path in paths if path.chain is not None for d in path.chain.digests[: path.computed]}
+
     def discard_swapped(self, swapped: SwappedGroup) -> None:
         """Drop swapped sequences."""
         with self._lock.exclusive():
@@ -86,7 +88,7 @@ class Swapping:
 
     def close(self) -> None:
         """Leave the swap space to others; copies that are left go with this memory."""
-        self._space.give_back(self.used_bytes)
+        self.space.give_back(self.used_bytes)
         self.used_bytes = 0
 
     # ---- within `MemoryLock.exclusive` ----
@@ -99,12 +101,7 @@ class Swapping:
             MapError: blocks could not be mapped at home, to be read there.
         """
         num_bytes = self._num_bytes(sequences)
-        if self.used_bytes + num_bytes > self.budget_bytes:
-            raise OutOfSwap(
-                f"{num_bytes} bytes to swap out, {self.budget_bytes - self.used_bytes} of {self.budget_bytes} "
-                "(swap_bytes) are free"
-            )
-        self._space.take(num_bytes)
+        self.space.take(num_bytes)
         self.used_bytes += num_bytes
         rows: list[dict[int, int]] = []
         copies: list[int] = []
@@ -179,7 +176,7 @@ class Swapping:
             for key in keys:
                 self._contents.discard(key)
         self.used_bytes -= num_bytes
-        self._space.give_back(num_bytes)
+        self.space.give_back(num_bytes)
 
     def _sequences(self, swapped: SwappedGroup, blocks: Sequence[dict[int, int]]) -> list[SequenceMemory]:
         sequences = [_renumbered(old, blocks) for old in swapped.sequences]

@@ -99,6 +99,8 @@ class ModelLoad(_Report):
     """Weights on the device now; 0 for a single model, which has the device alone."""
     kv_bytes: int
     """KV memory that exists now."""
+    kept_bytes: int
+    """Host memory of the prefixes that it keeps while it sleeps."""
     wake_s: float
     """Expected time until a new request has memory: the wake, and the turns of other models."""
     num_wakes: int

@@ -1,5 +1,5 @@
 // Tables of a replica's device: the models that share it, and the memory of a GPU by part.
-const COLUMNS = ["model", "state", "memory of the device", "weights", "KV", "running", "waiting", "wakes", "last wake", "expected wait", "evicted"];
+const COLUMNS = ["model", "state", "memory of the device", "weights", "KV", "kept", "running", "waiting", "wakes", "last wake", "expected wait", "evicted"];
 
 const cell = (tag, text, className) => {
   const found = document.createElement(tag);
@@ -42,7 +42,7 @@ export class ModelTable {
     this.body.replaceChildren(...models.map((m) => {
       const row = document.createElement("tr"), figure = (text) => cell("td", text, "number");
       const size = (v) => (v ? bytes(v) : "–");
-      row.append(cell("td", m.name), cell("td", m.state, "state " + m.state), bar([["weights", m.device_weight_bytes], ["kv", m.kv_bytes]], device.capacity_bytes), figure(size(m.device_weight_bytes)), figure(size(m.kv_bytes)),
+      row.append(cell("td", m.name), cell("td", m.state, "state " + m.state), bar([["weights", m.device_weight_bytes], ["kv", m.kv_bytes]], device.capacity_bytes), figure(size(m.device_weight_bytes)), figure(size(m.kv_bytes)), figure(size(m.kept_bytes)),
         figure(m.num_running), figure(m.num_waiting), figure(m.num_wakes), figure(m.num_wakes ? seconds(m.last_wake_s) : "–"),
         figure(m.state === "failed" ? "–" : seconds(m.wake_s)), cell("td", m.num_evictions ? `${m.num_evictions}, last for ${m.evicted_for}` : "0"));
       if (m.error) row.title = m.error;

@@ -9,6 +9,7 @@ from itertools import chain
 from folio.app.engine.execution.captured_graphs import CapturedGraphs
 from folio.app.models.weights.arena import WeightArena
 from folio.vmem import BudgetError, CachedPrefix, KVMemory
+from folio.vmem.prefix.store.kept_prefixes import KeptPrefixes
 
 
 class Footprint:
@@ -20,6 +21,7 @@ class Footprint:
         arenas: weights that can be unmapped; none on a device that is not shared.
         graphs: graphs of the model, and of a draft model.
         own_weight_bytes: weights on a device that is not shared.
+        kept: prefixes that stay in host memory; `None`: they are forgotten.
     """
 
     def __init__(
@@ -30,7 +32,9 @@ class Footprint:
         arenas: Sequence[WeightArena],
         graphs: Sequence[CapturedGraphs],
         own_weight_bytes: int = 0,
+        kept: KeptPrefixes | None = None,
     ) -> None:
+        self._kept = kept
         self.graphs, self._own_weight_bytes = graphs, own_weight_bytes
         self._memory, self._draft, self._share, self._arenas = memory, draft, share, arenas
         self._memories = [memory] if draft is None else [memory, draft]
@@ -55,6 +59,11 @@ class Footprint:
     def held_bytes(self) -> int:
         """KV memory that exists. From any thread."""
         return sum(memory.held_bytes for memory in self._memories)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Host memory of kept prefixes. From any thread."""
+        return self._memory.swapping.space.kept_bytes
 
     @property
     def seen_bytes(self) -> int:
@@ -89,8 +98,10 @@ class Footprint:
         self._memory.pages.set_attainable(int(self._share * num_bytes))
 
     def release(self) -> list[CachedPrefix]:
-        """Give back KV memory, graphs and weights, without sequences; returns the prefixes that were pinned. KV memory
-        comes first: its release waits for launched steps."""
+        """Give back KV memory, graphs and weights, without sequences; returns the prefixes that were pinned. Cached
+        prefixes are kept. KV memory comes first: its release waits for launched steps."""
+        if self._kept is not None:
+            self._kept.keep()
         pinned = self._memory.release_all()
         if self._draft is not None:
             self._draft.release_all()
@@ -99,6 +110,15 @@ class Footprint:
         for arena in self._arenas:
             arena.unmap()
         return pinned
+
+    def pin_copy(self, prefix: CachedPrefix) -> bool:
+        """Pin a prefix that is kept; false if that is not possible now."""
+        return self._kept is not None and self._kept.pin(prefix)
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless the kept prefixes add up."""
+        if self._kept is not None:
+            self._kept.check_integrity()
 
     def read_ahead(self) -> Iterator[int]:
         """Read the files of the weights into the page cache, see `WeightArena.read_ahead`."""

@@ -25,6 +25,7 @@ from folio.app.models.weights.file_digests import FileDigests
 from folio.app.models.weights.key import weight_key
 from folio.vmem import KVMemory, VmemError
 from folio.vmem.prefix.store.handover import PrefixGiver, PrefixReceiver
+from folio.vmem.prefix.store.kept_prefixes import KeptPrefixes
 from folio.vmem.prefix.store.prefix_store import PrefixStore
 from folio.vmem.prefix.store.records import Records
 
@@ -34,7 +35,15 @@ logger = logging.getLogger(__name__)
 WARM_UP_KEYS = ("warm-up",)
 
 
-def open_store(config: ResolvedConfig, model: LoadedModel, memory: KVMemory) -> PrefixStore | None:
+def open_kept(memory: KVMemory, is_worth: Callable[[int, int], bool]) -> KeptPrefixes:
+    """Prefixes that a model keeps while it sleeps. Those of adapters are among them: an adapter whose files have
+    changed is refused when it is read again (`RankAdapters`)."""
+    return KeptPrefixes(memory, Records(memory), is_worth, lambda keys: tuple(keys) != WARM_UP_KEYS)
+
+
+def open_store(
+    config: ResolvedConfig, model: LoadedModel, memory: KVMemory, kept: KeptPrefixes | None
+) -> PrefixStore | None:
     """The store of `kv_store`, if it is set. Raises `ConfigError`."""
     if (settings := config.kv_store) is None:
         return None
@@ -48,7 +57,7 @@ def open_store(config: ResolvedConfig, model: LoadedModel, memory: KVMemory) -> 
                 "to this user alone (mode 0700)"
             )
         fingerprint = store_fingerprint(config, model, memory, FileDigests(folder))
-        return PrefixStore(memory, folder, settings.bytes, fingerprint, _is_stored)
+        return PrefixStore(memory, folder, settings.bytes, fingerprint, _is_stored, kept)
     except (OSError, VmemError) as error:
         raise ConfigError(f"kv_store cannot be used: {error}; set another dir, more bytes, or leave it out") from error
 

@@ -23,7 +23,7 @@ class Admission:
         begun: requests that run or are preempted.
         waiting: requests that have not begun.
         max_num_seqs: most sequences that run at once.
-        reads: of prefixes on disk; `None`: there is no store.
+        reads: of prefixes that are not cached; `None`: these are computed.
     """
 
     def __init__(
@@ -53,7 +53,11 @@ class Admission:
         if self._begun.num_running + request.max_sequences > self._max_num_seqs:
             return False
         if self._reads is not None and self._reads.is_awaited(
-            request, lambda needed: not self._begun.running or needed + reserve <= self._memory.num_free_pages
+            request,
+            lambda needed: (
+                (not self._begun.running and not self._memory.may_be_empty)
+                or needed + reserve <= self._memory.num_free_pages
+            ),
         ):
             return False
         if self._begun.running and self._refused is not None and self._refused[:2] == (request, request.num_sequences):

@@ -1,4 +1,5 @@
-"""Pin restorer: keeps pinned prefixes while the engine sleeps, and computes them again after it wakes."""
+"""Pin restorer: remembers pinned prefixes while the engine sleeps; after it wakes they are pinned again, from copies in
+host memory, or computed."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ class PinRestorer:
 
     Args:
         running: ids of the engine's requests that have not ended.
+        pin_copy: pins a prefix that has been kept; false if that is not possible now.
 
     Attributes:
         requests: request id → name of the pin that the request computes again.
     """
 
-    def __init__(self, running: Container[str]) -> None:
+    def __init__(self, running: Container[str], pin_copy: Callable[[CachedPrefix], bool]) -> None:
         self.requests: dict[str, str] = {}
-        self._running = running
+        self._running, self._pin_copy = running, pin_copy
         self._due: dict[str, CachedPrefix] = {}  # by name
 
     def keep(self, pins: Iterable[CachedPrefix]) -> None:
@@ -53,6 +55,14 @@ class PinRestorer:
                 del self._due[name]
             else:
                 self.requests[request_id] = name
+
+    def pin_copies(self) -> list[str]:
+        """Pin the prefixes that have been kept, as far as there is memory now; returns the requests that need not
+        compute theirs any more."""
+        pinned = [r for r, name in self.requests.items() if name in self._due and self._pin_copy(self._due[name])]
+        for request_id in pinned:
+            del self._due[self.requests.pop(request_id)]
+        return pinned
 
     def take_own(self, deltas: list[Delta]) -> list[Delta]:
         """Take the outcome of `requests` from a step's deltas; returns those of clients' requests. A pin that could not

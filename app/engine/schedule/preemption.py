@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 PreemptionMode = Literal["swap", "recompute"]
 # Where a prefix is read from that is not cached.
-ReadFrom = Literal["disk", "process", "machine"]
+ReadFrom = Literal["memory", "disk", "process", "machine"]
 
 # An observation counts half after this many more.
 _HALF_LIFE = 200
@@ -137,6 +137,10 @@ class PreemptionCostModel:
         """
         recompute_s = sum(self.compute_s(num_tokens, num_before) for num_tokens, num_before in sequences)
         return PreemptionCost(self._swap.seconds((1.0, num_bytes)), recompute_s)
+
+    def is_worth_swap(self, num_bytes: int, num_tokens: int) -> bool:
+        """Whether copying the blocks of cached tokens out and in takes less time than computing them again."""
+        return self.cost([(num_tokens, 0)], num_bytes).better == "swap"
 
     def compute_s(self, num_tokens: int, num_before: int) -> float:
         """Expected time to compute tokens after `num_before` others."""

@@ -1,10 +1,10 @@
-"""Read ahead: prefixes of waiting requests are read from disk, or fetched from the process that has begun the request,
-where that takes less time than computing them."""
+"""Read ahead: prefixes of waiting requests are copied from host memory, read from disk, or fetched from the process
+that has begun the request, where that takes less time than computing them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from folio.app.engine.request.request import Request
 from folio.app.engine.schedule.preemption import PreemptionCostModel, ReadFrom
 from folio.vmem.prefix.store.handover import PrefixReceiver
 from folio.vmem.prefix.store.installer import FoundPrefix, PrefixInstaller
+from folio.vmem.prefix.store.kept_prefixes import KeptPrefixes
 from folio.vmem.prefix.store.prefix_store import PrefixStore
 
 # Bytes that are read from disk for a request before they are installed, and those that are read for all requests but
@@ -44,14 +45,20 @@ class ReadAhead:
     """Reads of waiting requests' prefixes, part by part, each continued when the last part is installed.
 
     Args:
+        kept: prefixes in host memory; `None`: none are kept.
         store: of the memory's prefixes; `None`: there is none.
         receiver: of prefixes from other processes; `None`: these are computed.
         recovery: measures reads, and compares them with computing.
     """
 
     def __init__(
-        self, store: PrefixStore | None, receiver: PrefixReceiver | None, recovery: PreemptionCostModel
+        self,
+        kept: KeptPrefixes | None,
+        store: PrefixStore | None,
+        receiver: PrefixReceiver | None,
+        recovery: PreemptionCostModel,
     ) -> None:
+        self._kept = kept
         self._store, self._receiver, self._recovery = store, receiver, recovery
         self._reads: dict[Request, _Read] = {}
         self._head: tuple[Request | None, float] = None, 0.0  # the queue's head, and since when
@@ -66,16 +73,15 @@ class ReadAhead:
             is_head: of the queue.
             least_units: only what comes after so many cached units.
         """
-        if (source := self._source(request)) is None:
-            return
         for ended in [other for other in self._reads if not other.sequences]:
             self._reads.pop(ended).prefix.is_cancelled = True
         sequence = request.sequences[0]
         num_bytes = sum(read.prefix.num_bytes for read in self._reads.values())
         if request in self._reads or (num_bytes >= _MOST_BYTES and not is_head) or sequence.reads_whole_prompt:
             return
-        prefix = source.find()
-        if prefix is None or prefix.first_units < least_units:
+        found = ((source, prefix) for source in self._sources(request) if (prefix := source.find()) is not None)
+        source, prefix = next(found, (None, None))
+        if source is None or prefix is None or prefix.first_units < least_units:
             return
         unit_tokens = sequence.chain.unit_tokens
         num_before = prefix.first_units * unit_tokens
@@ -98,7 +104,8 @@ class ReadAhead:
         if (read := self._reads.get(request)) is None:
             return False
         head_since, prefix = self._head[1], read.prefix
-        is_late = now > min(max(read.began, head_since) + read.wait_s, head_since + _MOST_WAIT_S)
+        latest = min(max(read.began, head_since) + read.wait_s, head_since + _MOST_WAIT_S)
+        is_late = now > latest and read.source.name != "memory"  # there it waits for pages only
         if not prefix.is_done:
             if not is_late:
                 return True
@@ -109,23 +116,24 @@ class ReadAhead:
         if not fits(read.source.installer.pages_needed(prefix)):
             return True
         del self._reads[request]
-        request.held_at = ""  # it has been asked
+        if read.source.name in ("process", "machine"):
+            request.held_at = ""  # it has been asked
         if self._install(read) and not is_late:
             self.begin(request, is_head=True, least_units=prefix.num_units)
         return request in self._reads
 
-    def _source(self, request: Request) -> _Source | None:
-        sequence = request.sequences[0]
-        if self._receiver is not None and request.held_at:
-            receiver = self._receiver
-            find = partial(receiver.find, sequence.chain, sequence.token_ids)
+    def _sources(self, request: Request) -> Iterator[_Source]:
+        """Where the prefix may be, the quickest first."""
+        chain, token_ids = request.sequences[0].chain, request.sequences[0].token_ids
+        if (kept := self._kept) is not None:
+            yield _Source("memory", partial(kept.find, chain, token_ids, _PART_BYTES), kept.read, kept)
+        if (receiver := self._receiver) is not None and request.held_at:
+            read = partial(receiver.read, address=request.held_at)
             name: ReadFrom = "machine" if receiver.is_remote(request.held_at) else "process"
-            return _Source(name, find, partial(receiver.read, address=request.held_at), receiver)
-        if self._store is None:
-            return None
-        prefixes = self._store.prefixes
-        find = partial(prefixes.find, sequence.chain, sequence.token_ids, _PART_BYTES)
-        return _Source("disk", find, self._store.read, prefixes)
+            yield _Source(name, partial(receiver.find, chain, token_ids), read, receiver)
+        elif self._store is not None:
+            prefixes = self._store.prefixes
+            yield _Source("disk", partial(prefixes.find, chain, token_ids, _PART_BYTES), self._store.read, prefixes)
 
     def _install(self, read: _Read) -> bool:
         """Install what was read; whether all of it was intact, and is cached."""

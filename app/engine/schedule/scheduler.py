@@ -54,7 +54,7 @@ class Scheduler:
         policy: "auto", or the mode that is always used; requests that do not fit into the swap space are recomputed.
         fair_tenants: admit by deficit round robin over tenants (`WaitingQueue`).
         max_mixed_step_s: longest step with prompts and decodes, in seconds (`MixedSteps`).
-        reads: of prefixes on disk; `None`: there is no store.
+        reads: of prefixes that are not cached; `None`: these are computed.
         clock: the current time in seconds.
 
     Attributes:

@@ -14,7 +14,7 @@ from folio.app.engine.execution.work_queue import ThreadQueue
 from folio.app.engine.lora.source import AdapterSource
 from folio.app.engine.memory.footprint import Footprint
 from folio.app.engine.memory.kv_plan import build_memory
-from folio.app.engine.memory.kv_store import open_handover, open_store
+from folio.app.engine.memory.kv_store import open_handover, open_kept, open_store
 from folio.app.engine.memory.memory_profile import DevicePlan, plan_device
 from folio.app.engine.model.device import resolve
 from folio.app.engine.model.fingerprints import fingerprints
@@ -114,15 +114,7 @@ class EngineParts:
         executor.bind_memory(self.memory, pages)
         executor.enforce_step_timeout()
         self.start_times.lap("self_test_s")
-        self.store = open_store(config, self.model, self.memory)
-        if self.store is not None:
-            undo.callback(self.store.close)
-            self.start_times.lap("store_s")
-        self.fingerprints = cache(partial(fingerprints, config, self.model))
-        self.handover = open_handover(config, self.memory, lambda: self.fingerprints().outputs)
-        if self.handover is not None:
-            undo.callback(self.handover.close)
-        self.recovery = PreemptionCostModel(config.max_num_batched_tokens)
+        self._open_stores(pages, undo)
         draft, every = None, [executor.graphs]
         if self.speculation is not None:
             self.speculation.open(self.max_model_len, lambda: self.recovery.step_times, plan, pages)
@@ -130,7 +122,23 @@ class EngineParts:
             every.append(self.speculation.graphs)
         graphs = [captured for captured in every if captured is not None]
         own_bytes = 0 if plan is None else plan.weight_bytes
-        self.footprint = Footprint(self.memory, draft, self._share, self._arenas, graphs, own_bytes)
+        self.footprint = Footprint(self.memory, draft, self._share, self._arenas, graphs, own_bytes, self._kept)
+
+    def _open_stores(self, pages: DevicePages | None, undo: ExitStack) -> None:
+        """Open what has prefixes that are not cached: in host memory, on disk, in other processes."""
+        config, self._kept = self.config, None
+        self.recovery = PreemptionCostModel(config.max_num_batched_tokens)
+        if pages is not None and self.memory.prefixes.enabled:
+            self._kept = open_kept(self.memory, self.recovery.is_worth_swap)
+            undo.callback(self._kept.close)
+        self.store = open_store(config, self.model, self.memory, self._kept)
+        if self.store is not None:
+            undo.callback(self.store.close)
+            self.start_times.lap("store_s")
+        self.fingerprints = cache(partial(fingerprints, config, self.model))
+        self.handover = open_handover(config, self.memory, lambda: self.fingerprints().outputs)
+        if self.handover is not None:
+            undo.callback(self.handover.close)
 
     def _make_schedule(self, loaded: Collection[AdapterSource], pages: DevicePages | None, undo: ExitStack) -> None:
         """Make the scheduler, the adapters that requests wait for, load reports and live views."""
@@ -144,7 +152,7 @@ class EngineParts:
             policy=config.preemption,
             fair_tenants=config.fair_tenants,
             max_mixed_step_s=math.inf if config.max_mixed_step_s is None else config.max_mixed_step_s,
-            reads=ReadAhead(self.store, receiver, self.recovery),
+            reads=ReadAhead(self._kept, self.store, receiver, self.recovery),
         )
         self.adapters = AdapterStore(
             config.adapters,

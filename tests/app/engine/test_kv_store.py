@@ -18,6 +18,7 @@ import pytest
 
 from folio.app.config.engine import KVStore
 from folio.app.engine.engine import Engine
+from folio.app.engine.llm import LLM
 from folio.app.engine.schedule import read_ahead
 from folio.app.engine.schedule.preemption import PreemptionCostModel
 from folio.app.errors import ConfigError
@@ -261,6 +262,18 @@ def test_prefixes_outlive_a_sleep(llama: Path, tmp_path: Path) -> None:
         settle(only)
         only.memory.release_all()
         assert ask(only) == (192, expected)
+
+
+def test_a_close_writes_what_waits_for_its_turn(llama: Path, tmp_path: Path) -> None:
+    settings: Any = {"kv_store": KVStore(dir=str(tmp_path), bytes=64 << 20), "block_tokens": 16, "dtype": "float32"}
+    settings["skip_tokenizer_init"] = True
+    with LLM(llama, **settings) as first:
+        assert first.engine.store is not None
+        first.engine.store._writer._next_at = time.monotonic() + 1e6
+        first.generate([PROMPT], greedy(8))
+        assert first.engine.store.counts.written == 0
+    with engine(llama, tmp_path) as second:
+        assert ask(second)[0] == 192
 
 
 def test_nothing_is_left(llama: Path, tmp_path: Path) -> None:

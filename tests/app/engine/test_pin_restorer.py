@@ -22,7 +22,8 @@ class Engine:
     def __init__(self) -> None:
         self.running: dict[str, str] = {}
         self.unloaded: set[str | None] = set()
-        self.pins = PinRestorer(self.running)
+        self.copies: set[str | None] = set()  # names of pins that have been kept
+        self.pins = PinRestorer(self.running, lambda pin: pin.pin_name in self.copies)
         self.pins.keep([RULES, ROLE])
 
     def wake(self) -> list[str]:
@@ -51,6 +52,19 @@ def test_a_pin_is_computed_until_that_works_and_its_deltas_are_nobodys() -> None
     assert [delta.request_id for delta in engine.end("rules")] == ["client's"]
     assert [delta.request_id for delta in engine.end("role", UnavailableError("no memory"))] == ["client's"]
     assert not engine.pins.requests
+    assert engine.wake() == ["role"]
+
+
+def test_a_pin_with_a_copy_is_not_computed() -> None:
+    engine = Engine()
+    assert engine.pins.pin_copies() == [], "they are not asked for"
+    engine.wake()
+    engine.copies.add("rules")
+    [request_id] = engine.pins.pin_copies()
+    assert engine.running.pop(request_id) == "rules"
+    assert engine.pins.pin_copies() == []
+    assert engine.pins.discard("rules") is None, "it is in memory"
+    engine.end("role", UnavailableError("no memory"))
     assert engine.wake() == ["role"]
 
 

@@ -82,3 +82,14 @@ def fetch(
     store.prefixes.install(prefix)
     memory.check_integrity()
     return prefix.num_units - prefix.first_units
+
+
+def hold(store: PrefixStore) -> None:
+    """Nothing is written until `release`."""
+    settle(store)
+    store._writer._next_at = time.monotonic() + 1e6
+
+
+def release(store: PrefixStore) -> None:
+    store._writer._next_at = 0.0
+    store._wake.set()

@@ -15,7 +15,7 @@ from folio.vmem.prefix.store.prefix_store import PrefixStore
 from folio.vmem.prefix.store.segment import ALIGNMENT
 from tests.vmem.sequences import begin, compute, prompt, run, serve, submit
 from tests.vmem.small_memory import BLOCK_TOKENS, PAGE_BYTES, FlakyCuda, FlakyHost, Tokens
-from tests.vmem.store.stores import IDS, SHAPES, fetch, opened, settle, wait_for
+from tests.vmem.store.stores import IDS, SHAPES, fetch, hold, opened, release, settle, wait_for
 
 
 @pytest.mark.parametrize("backend", [FlakyHost, FlakyCuda])
@@ -233,17 +233,6 @@ def test_random_prompts_find_their_own_content(tmp_path: Path, shape: dict[str, 
         num_read += store.counts.read
         assert not store.counts.refused
     assert num_read > 40
-
-
-def hold(store: PrefixStore) -> None:
-    """Nothing is written until `release`."""
-    settle(store)
-    store._writer._next_at = time.monotonic() + 1e6
-
-
-def release(store: PrefixStore) -> None:
-    store._writer._next_at = 0.0
-    store._wake.set()
 
 
 def settle_dropped(store: PrefixStore, count: int) -> None:

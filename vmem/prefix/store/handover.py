@@ -166,7 +166,7 @@ class PrefixGiver:
             except MapError:
                 return False
             with memory.lock.unlocked():
-                target[:] = self._records.copy_out(g, block_ids)()
+                self._records.copy_into(target, g, block_ids)
         return True
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from folio.vmem.errors import MapError, OutOfPages
 from folio.vmem.memory import KVMemory
-from folio.vmem.prefix.prefix_tree import PrefixCursor
+from folio.vmem.prefix.prefix_tree import PrefixCursor, PrefixNode
 from folio.vmem.prefix.store.records import Records
+from folio.vmem.prefix.store.segment import StoredUnit
 from folio.vmem.prefix.token_chain import TokenChain
 from folio.vmem.sequence import GroupTable, SequenceMemory
 
@@ -132,3 +133,51 @@ class PrefixInstaller:
         """The record's place in the buffer."""
         assert prefix.buffer is not None
         return memoryview(prefix.buffer)[item.offset : item.offset + self._records.num_bytes[item.group]]
+
+
+class IndexedPrefixes(PrefixInstaller):
+    """Prefixes whose units are found by their digests."""
+
+    def find(self, chain: TokenChain, token_ids: Sequence[int], most_bytes: float) -> FoundPrefix | None:
+        """What is known after the cached prefix of these tokens, about `most_bytes` at most; `None` if there is
+        nothing, or another sequence computes it. Extends the chain."""
+        chain.extend(token_ids)
+        limit = (len(token_ids) - 1) // chain.unit_tokens
+        deciding = self._whole[0] if self._whole else 0
+        if not any(self._has(deciding, digest) for digest in chain.digests[:limit]):
+            return None
+        match = self._memory.prefixes.match(chain, token_ids)
+        if match.is_being_computed:
+            return None
+        first = end = len(match.nodes)
+        limit = int(min(limit, first + max(most_bytes // self._unit_bytes, 1)))
+        while end < limit and all(self._has(g, chain.digests[end]) for g in self._whole):
+            end += 1
+        for num_units in range(end, first, -1):  # windows and states must be there, too
+            if items := self._items(chain, match.nodes, num_units):
+                num_bytes = items[-1].offset + self._records.num_bytes[items[-1].group]
+                return FoundPrefix(chain, first, num_units, num_bytes, items)
+        return None
+
+    def _has(self, g: int, digest: bytes) -> bool:
+        """Whether a unit's record may be there."""
+        raise NotImplementedError
+
+    def _item(self, index: int, offset: int, unit: StoredUnit) -> Item | None:
+        """The unit's record, if it is there."""
+        raise NotImplementedError
+
+    def _items(self, chain: TokenChain, cached: Sequence[PrefixNode], num_units: int) -> list[Item]:
+        """Records without which a prompt cannot continue after so many units; none if one of them is not there."""
+        items: list[Item] = []
+        offset = 0
+        for i, g in self.needed(num_units, len(cached)):
+            if i < len(cached) and cached[i].blocks[g] is not None:
+                continue
+            parent = chain.digests[i - 1] if i else chain.root
+            item = self._item(i, offset, StoredUnit(g, chain.root, parent, chain.digests[i], chain.units[i]))
+            if item is None:
+                return []
+            items.append(item)
+            offset += self._records.num_bytes[g]
+        return items

@@ -19,11 +19,15 @@ from folio.vmem.memory import KVMemory
 from folio.vmem.prefix.prefix_tree import PrefixNode
 from folio.vmem.prefix.store.block_store import BlockStore, StoreCounts
 from folio.vmem.prefix.store.installer import FoundPrefix
+from folio.vmem.prefix.store.kept_prefixes import KeptPrefixes
 from folio.vmem.prefix.store.records import Records
 from folio.vmem.prefix.store.stored_prefixes import StoredPrefixes
 from folio.vmem.prefix.store.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
+
+# Longest time of `flush`: Serve ends the replicas of a server that is stopped within 4 s.
+_FLUSH_S = 2.0
 
 
 class PrefixStore:
@@ -34,6 +38,7 @@ class PrefixStore:
         most_bytes: of all files in it.
         fingerprint: 16 bytes; of all that gives the content of blocks its meaning.
         keeps: given the keys of a prefix, whether it may be stored.
+        kept: prefixes that stay in host memory after the memory has been given back, and are written from there.
 
     Attributes:
         prefixes: finds and installs stored prefixes.
@@ -50,15 +55,17 @@ class PrefixStore:
         most_bytes: int,
         fingerprint: bytes,
         keeps: Callable[[tuple[str, ...]], bool] = lambda keys: True,
+        kept: KeptPrefixes | None = None,
     ) -> None:
         records = Records(memory)
         self._memory = memory
         self._store = BlockStore(folder, most_bytes, fingerprint, records.num_bytes, 4 * memory.prefixes.unit_tokens)
-        self._writer = WriteBehind(memory, self._store, records, keeps)
+        self._writer = WriteBehind(memory, self._store, records, keeps, kept)
         self.prefixes = StoredPrefixes(memory, self._store, records)
         self._reads: deque[FoundPrefix] = deque()
         self._is_working = self._is_stopping = False
-        self._wake = threading.Event()
+        self._wake, self._flushed = threading.Event(), threading.Event()
+        self._flushed.set()
         self._thread = threading.Thread(target=self._run, name="folio-store", daemon=True)
         self._thread.start()
         memory.prefixes.on_release = self._note_ended
@@ -81,8 +88,16 @@ class PrefixStore:
         if not self._thread.is_alive():
             self._give_up_reads()
 
+    def flush(self) -> None:
+        """Write what is due: the units with the most hits, then those of the latest sequences. Takes two seconds at
+        most. From any thread."""
+        self._flushed.clear()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._flushed.wait(_FLUSH_S)
+
     def close(self) -> None:
-        """End the thread, and leave the files to others. What is not written is lost."""
+        """End the thread, and leave the files to others. What is not written is lost: `flush` first."""
         self._memory.prefixes.on_release = None
         self._is_stopping = True
         self._wake.set()
@@ -102,6 +117,9 @@ class PrefixStore:
                 while self._reads:
                     self.prefixes.read(self._reads[0])
                     self._reads.popleft()
+                if not self._flushed.is_set():
+                    self._writer.flush(_FLUSH_S)
+                    self._flushed.set()
                 self._writer.write_next()
                 self._is_working = False
         except BaseException:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from folio.vmem.memory import KVMemory
-from folio.vmem.prefix.store.segment import ALIGNMENT
+from folio.vmem.prefix.prefix_tree import PrefixNode
+from folio.vmem.prefix.store.segment import ALIGNMENT, StoredUnit
 
 
 class Records:
@@ -41,11 +42,7 @@ class Records:
     def copy_out(self, g: int, block_ids: Sequence[int]) -> Callable[[], memoryview]:
         """Copy blocks, in the order of the device's work; returns a function that waits and returns the record, which
         the next call overwrites."""
-        at = 0
-        for words in self._words[g]:
-            for block_id in block_ids:
-                self._copy(self._staging[at : at + words.shape[1]], words[block_id])
-                at += words.shape[1]
+        self._gather(g, block_ids, self._staging)
         done = None if self.on_host else torch.cuda.current_stream().record_event()
 
         def record() -> memoryview:
@@ -54,6 +51,20 @@ class Records:
             return self._staging.numpy().data.cast("B")[: self.num_bytes[g]]
 
         return record
+
+    def copy_into(self, target: memoryview, g: int, block_ids: Sequence[int]) -> None:
+        """Copy blocks into a record's place, after all work of the device so far."""
+        if self.on_host:
+            self._gather(g, block_ids, torch.frombuffer(target, dtype=torch.int64))
+        else:
+            target[:] = self.copy_out(g, block_ids)()
+
+    def _gather(self, g: int, block_ids: Sequence[int], target: torch.Tensor) -> None:
+        at = 0
+        for words in self._words[g]:
+            for block_id in block_ids:
+                self._copy(target[at : at + words.shape[1]], words[block_id])
+                at += words.shape[1]
 
     def copy_in(self, g: int, record: memoryview, block_ids: Sequence[int]) -> None:
         """Write blocks from a record, ahead of all later work of the device."""
@@ -75,3 +86,10 @@ class Records:
             with suppress(RuntimeError):
                 return torch.zeros(num_bytes // 8, dtype=torch.int64, pin_memory=True)
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.int64)
+
+
+def stored_unit(memory: KVMemory, node: PrefixNode, g: int) -> StoredUnit:
+    """What a unit's record in a layer group stands for."""
+    assert node.parent is not None, "the root is no unit"
+    root = memory.prefixes.chain(node.keys).root
+    return StoredUnit(g, root, node.parent.digest or root, node.digest, node.tokens)

@@ -11,12 +11,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from folio.vmem.errors import MapError
 from folio.vmem.memory import KVMemory
 from folio.vmem.prefix.prefix_tree import PrefixNode
 from folio.vmem.prefix.store.block_store import BlockStore
-from folio.vmem.prefix.store.records import Records
+from folio.vmem.prefix.store.kept_prefixes import KeptPrefixes
+from folio.vmem.prefix.store.records import Records, stored_unit
 from folio.vmem.prefix.store.segment import StoredUnit
 
 logger = logging.getLogger(__name__)
@@ -39,12 +41,19 @@ class WriteBehind:
     lock held, by any.
 
     Args:
+        kept: has units that are no longer cached; `None`: these are dropped.
         keeps: given the keys of a prefix, whether it may be stored.
     """
 
     def __init__(
-        self, memory: KVMemory, store: BlockStore, records: Records, keeps: Callable[[tuple[str, ...]], bool]
+        self,
+        memory: KVMemory,
+        store: BlockStore,
+        records: Records,
+        keeps: Callable[[tuple[str, ...]], bool],
+        kept: KeptPrefixes | None,
     ) -> None:
+        self._kept = kept
         self._memory, self._store, self._records, self._keeps = memory, store, records, keeps
         self._ended: deque[tuple[PrefixNode, int]] = deque()  # with the fence of the last step that may have written it
         self._due: deque[tuple[PrefixNode, int]] = deque()  # (unit, layer group)
@@ -69,10 +78,7 @@ class WriteBehind:
         """Write a unit, if it is time and there is one."""
         now = time.monotonic()
         if now >= self._hot_at:
-            self._hot_at = now + _HOT_PERIOD_S
-            with self._memory.lock:
-                for node in self._memory.tree.hot_nodes(_MOST_HOT_UNITS):
-                    self.note_ended(node)
+            self._note_hot()
         while len(self._ended) > _MOST_ENDED:
             self._store.counts.dropped += len(self._missing(self._ended.popleft()[0]))
         if now < self._next_at:
@@ -95,30 +101,59 @@ class WriteBehind:
         if self._memory.tables.sequences:
             self._next_at = time.monotonic() + (time.thread_time() - began) * (1 / self._share - 1)
 
+    def flush(self, longest_s: float) -> None:
+        """Write what is due while there is time: the units with the most hits, then those of the latest sequences."""
+        deadline, self._next_at = time.monotonic() + longest_s, 0.0
+        self._note_hot()
+        with self._memory.lock:  # sequences may end
+            self._ended = deque(islice(reversed(self._ended), _MOST_ENDED))
+        while self.has_work and time.monotonic() + self.wait_s() < deadline:
+            time.sleep(self.wait_s())
+            self.write_next()
+
+    def _note_hot(self) -> None:
+        self._hot_at = time.monotonic() + _HOT_PERIOD_S
+        with self._memory.lock:
+            for node in self._memory.tree.hot_nodes(_MOST_HOT_UNITS):
+                self.note_ended(node)
+
     def _missing(self, node: PrefixNode) -> list[tuple[PrefixNode, int]]:
         """Cached units of the prefix that ends with this one and are not on disk, in order."""
         found: list[tuple[PrefixNode, int]] = []
         at: PrefixNode | None = node
         while at is not None and at.parent is not None:
             new = [(at, g) for g in range(len(at.blocks)) if self._store.find(g, at.digest) is None]
-            found += [(unit, g) for unit, g in new if unit.blocks[g] is not None]
+            there = [(unit, g) for unit, g in new if unit.blocks[g] is not None or self._is_kept(unit, g)]
+            found += there
             # Of some layer groups most units are never cached to their end: windows, states.
-            self._store.counts.dropped += len(new) == len(at.blocks) and not any(at.blocks)
+            self._store.counts.dropped += len(new) == len(at.blocks) and not there
             at = at.parent
         return found[::-1]
 
     def _write(self, node: PrefixNode, g: int) -> None:
-        """Copy a unit's blocks, and write them. Raises `OSError`, and `MapError` if they cannot be mapped for it."""
+        """Write a unit. Raises `OSError`, and `MapError` if its blocks cannot be mapped to be copied."""
+        if self._store.find(g, node.digest) is not None:
+            return
+        unit = stored_unit(self._memory, node, g)
+        record = self._kept_record(unit) or self._copied(node, g)
+        if record is not None:
+            self._store.write(unit, record)
+
+    def _is_kept(self, node: PrefixNode, g: int) -> bool:
+        return self._kept is not None and self._kept_record(stored_unit(self._memory, node, g)) is not None
+
+    def _kept_record(self, unit: StoredUnit) -> memoryview | None:
+        return None if self._kept is None else self._kept.record(unit)
+
+    def _copied(self, node: PrefixNode, g: int) -> memoryview | None:
+        """The content of a unit's blocks, unless they have been evicted."""
         memory = self._memory
-        assert node.parent is not None
         with memory.lock.exclusive():  # nothing is evicted until the blocks are copied
             block_ids = node.blocks[g]
-            if block_ids is None or node.pending or self._store.find(g, node.digest) is not None:
+            if block_ids is None or node.pending:
                 self._store.counts.dropped += block_ids is None
-                return
+                return None
             memory.regions.map_homes(memory.group_memories[g], block_ids)
             with memory.lock.unlocked():
                 record = self._records.copy_out(g, block_ids)
-        root = memory.prefixes.chain(node.keys).root
-        unit = StoredUnit(g, root, node.parent.digest or root, node.digest, node.tokens)
-        self._store.write(unit, record())
+        return record()

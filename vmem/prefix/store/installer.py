@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -135,7 +136,7 @@ class PrefixInstaller:
         return memoryview(prefix.buffer)[item.offset : item.offset + self._records.num_bytes[item.group]]
 
 
-class IndexedPrefixes(PrefixInstaller):
+class IndexedPrefixes(PrefixInstaller, ABC):
     """Prefixes whose units are found by their digests."""
 
     def find(self, chain: TokenChain, token_ids: Sequence[int], most_bytes: float) -> FoundPrefix | None:
@@ -159,13 +160,13 @@ class IndexedPrefixes(PrefixInstaller):
                 return FoundPrefix(chain, first, num_units, num_bytes, items)
         return None
 
+    @abstractmethod
     def _has(self, g: int, digest: bytes) -> bool:
         """Whether a unit's record may be there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _item(self, index: int, offset: int, unit: StoredUnit) -> Item | None:
         """The unit's record, if it is there."""
-        raise NotImplementedError
 
     def _items(self, chain: TokenChain, cached: Sequence[PrefixNode], num_units: int) -> list[Item]:
         """Records without which a prompt cannot continue after so many units; none if one of them is not there."""

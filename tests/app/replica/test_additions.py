@@ -16,7 +16,7 @@ from folio.app.engine import AsyncEngine, EngineRequest, SamplingParams
 from folio.app.engine.lora.source import AdapterSource, files_version
 from folio.app.errors import ModelUnavailableError, UnavailableError, UnknownPinError
 from folio.app.fleet.loaded import LoadedTable
-from folio.app.fleet.messages import GenerateRequest
+from folio.app.fleet.messages import GenerateRequest, whole_outputs
 from folio.app.models.builtin import resolve_model
 from folio.app.replica import additions as additions_module
 from folio.app.replica.additions import ShelfAdditions
@@ -105,7 +105,8 @@ async def test_a_replica_that_has_missed_a_model_or_an_adapter_learns_of_it_from
     async def answer(model: str, adapter: str | None) -> None:
         params = SamplingParams(max_tokens=3, ignore_eos=True)
         call = GenerateRequest(f"{model}-{adapter}", [300, 301], params, model=model, adapter=adapter, whole=True)
-        [pieces] = [item async for item in replica.generate_stream(call) if isinstance(item, list)]
+        items = [item async for item in replica.generate_stream(call)]
+        pieces = whole_outputs([piece for item in items if isinstance(item, list) for piece in item])
         assert len(pieces[0].token_ids) == 3
 
     async def restore() -> None:

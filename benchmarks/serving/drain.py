@@ -134,8 +134,10 @@ def first_tokens(model: Path, num_tokens: int, repeats: int) -> dict[str, list[f
         giver, receiver = (engine.handover for engine in engines)
         assert giver is not None
         assert receiver is not None
-        ways = {"machine": giver.address(), "computed": "", "network": giver.address("127.0.0.1")}
-        receiver.receiver.host = "127.0.0.2"
+        ways = {"machine": giver.address(), "computed": ""}
+        giver.giver.listen("127.0.0.1")
+        ways["network"], receiver.receiver.host = giver.address(), "127.0.0.2"
+        assert receiver.receiver.is_remote(ways["network"])
         for _ in range(repeats + 1):  # the first one warms up
             for way, held_at in ways.items():
                 prompt = random_prompt(num_tokens, numbers)

@@ -310,10 +310,12 @@ def _add_prefixes(engine: Engine, prefixes: Sequence[CachedPrefix]) -> dict[str,
 
 def _add_prefix(engine: Engine, request_id: str, prefix: CachedPrefix) -> None:
     adapter = adapter_of(prefix.keys)
+    # Adapters' blocks are not given; and on a shared device an engine that waits for blocks would count as starved.
+    held_at = "" if adapter is not None or engine.memory.may_be_empty else prefix.held_at
     if prefix.pin_name is None:
-        _add(engine, request_id, prefix.token_ids, SamplingParams(max_tokens=1), prefix.keys, adapter, prefix.held_at)
+        _add(engine, request_id, prefix.token_ids, SamplingParams(max_tokens=1), prefix.keys, adapter, held_at)
     else:
-        options = {"prefix_keys": prefix.keys, "adapter": adapter, "held_at": prefix.held_at}
+        options = {"prefix_keys": prefix.keys, "adapter": adapter, "held_at": held_at}
         engine.prepare_pin(prefix.pin_name, prefix.token_ids, **options)(request_id)
 
 

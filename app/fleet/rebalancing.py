@@ -29,15 +29,15 @@ def calls_to_move(
     Args:
         others: replicas to which calls may move.
     """
-    known = fleet.fresh({*crowded, *others}, now)
-    for replica in known:
-        num_waiting = fleet.num_waiting(replica) if replica in crowded else 0
-        free = [other for other in known if other in others and other != replica]
-        free = [other for other in free if DEPARTURES.may_continue(replica, model, other)]
-        if not num_waiting or not free:
-            continue
-        loads = fleet.loads([replica, *free], now)
-        num_tokens = int(loads.queued_tokens[0]) // num_waiting + 1
-        waits_s, _ = request_cost(loads, num_tokens, np.zeros(1 + len(free)), CostWeights())
-        if waits_s[0] > 2 * waits_s[1:].min() + _LEAST_GAIN_S:
-            yield replica, min(num_waiting, _MOST_CALLS)
+    known = fleet.fresh(sorted({*crowded, *others}), now)
+    waiting = {i: fleet.num_waiting(replica) for i, replica in enumerate(known) if replica in crowded}
+    if not any(waiting.values()):
+        return
+    loads = fleet.loads(known, now)
+    for i, num_waiting in waiting.items():
+        if num_waiting:
+            num_tokens = int(loads.queued_tokens[i]) // num_waiting + 1
+            waits_s, _ = request_cost(loads, num_tokens, np.zeros(len(known)), CostWeights())
+            better = [known[j] for j in np.flatnonzero(waits_s[i] > 2 * waits_s + _LEAST_GAIN_S)]
+            if any(name in others and DEPARTURES.may_continue(known[i], model, name) for name in better):
+                yield known[i], min(num_waiting, _MOST_CALLS)

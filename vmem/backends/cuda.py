@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from folio.vmem.backends.base import AccountedBackend, AddressRange, MemoryInfo, retry_undo
+from folio.vmem.backends.base import AccountedBackend, AddressRange, MemoryInfo, one_at_a_time, retry_undo
 from folio.vmem.backends.run_bound import RunBound
 from folio.vmem.device_pages import DevicePages
 from folio.vmem.errors import MapError, OutOfPages, VmemError
@@ -50,6 +51,9 @@ class CudaBackend(AccountedBackend):
         tensor_device: the device of tensors; CPU only over a fake driver.
         clock: in seconds, to measure calls with.
         pages: see `AccountedBackend`.
+
+    Attributes:
+        exports_pages: other processes can map this one's pages.
 
     Raises:
         MapError: there is no such device.
@@ -88,6 +92,7 @@ class CudaBackend(AccountedBackend):
         self._check("cuDevicePrimaryCtxRetain", status)
         try:
             granularity_bytes = self._describe_pages()
+            self.exports_pages = self._probe_exports(granularity_bytes)
             self._unmaps_runs = self._probe_run_unmap(granularity_bytes)
             super().__init__(granularity_bytes, f"cuda:{device}", pages)
         except VmemError:
@@ -107,12 +112,35 @@ class CudaBackend(AccountedBackend):
         self._page_properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._page_properties.location.type = location_type
         self._page_properties.location.id = self._device
-        self._access = driver.CUmemAccessDesc()
-        self._access.location.type = location_type
-        self._access.location.id = self._device
+        self._access, self._read_access = driver.CUmemAccessDesc(), driver.CUmemAccessDesc()
+        for access in (self._access, self._read_access):
+            access.location.type = location_type
+            access.location.id = self._device
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._read_access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call("cuMemGetAllocationGranularity", self._page_properties, minimum))
+
+    def _probe_exports(self, size: int) -> bool:
+        """Whether a page can be exported, by trial: a system may refuse what the device supports. All pages are created
+        so that they can be, or none."""
+        attribute = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        kinds = self._driver.CUmemAllocationHandleType
+        self._export_type = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        try:
+            if not self.call("cuDeviceGetAttribute", attribute, self._device):
+                return False
+            self._page_properties.requestedHandleTypes = self._export_type
+            handle = int(self.call("cuMemCreate", size, self._page_properties, 0))
+            try:
+                os.close(self.export_page(handle))
+            finally:
+                retry_undo(partial(self.call, "cuMemRelease", handle))
+            return True
+        except (MapError, OutOfPages) as error:
+            logger.warning("pages are not exported: blocks go to other processes through host memory: %s", error)
+            self._page_properties.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_NONE
+            return False
 
     def _probe_run_unmap(self, size: int) -> bool:
         """Whether one `cuMemUnmap` takes several adjacent mappings, which is not documented; False if the device is too
@@ -165,18 +193,59 @@ class CudaBackend(AccountedBackend):
             for handle in handles:
                 self.call("cuMemMap", address + done * size, size, 0, handle, 0, at=address + done * size)
                 done += 1
-            # Runs of pages: access is what costs, and it costs per call as well as per page.
-            at, end = address, address + len(handles) * size
-            while at < end:
-                length = min(self._access_bound.num_pages * size, end - at)
-                start = self._clock()
-                self.call("cuMemSetAccess", at, length, [self._access], 1, at=at)
-                self._access_bound.note(length // size, self._clock() - start)
-                at += length
+            self._set_access(AddressRange(address, len(handles) * size), self._access)
         except MapError:
-            for span in self._unmap_spans(AddressRange(address, done * size)):
-                retry_undo(partial(self._unmap_span, span))
+            self._undo_map(AddressRange(address, done * size))
             raise
+
+    def _undo_map(self, mapped: AddressRange) -> None:
+        for span in self._unmap_spans(mapped):
+            retry_undo(partial(self._unmap_span, span))
+
+    def _set_access(self, mapped: AddressRange, access: Any) -> None:
+        """In runs of pages: access is what costs, and it costs per call as well as per page."""
+        size, at = self.page_bytes, mapped.address
+        while at < mapped.end:
+            length = min(self._access_bound.num_pages * size, mapped.end - at)
+            start = self._clock()
+            self.call("cuMemSetAccess", at, length, [access], 1, at=at)
+            self._access_bound.note(length // size, self._clock() - start)
+            at += length
+
+    def export_page(self, handle: int) -> int:
+        """A file descriptor of a page, which the caller closes. The page's memory is given back once all descriptors
+        are closed and no process maps it. Raises `MapError`."""
+        return int(self.call("cuMemExportToShareableHandle", handle, self._export_type, 0))
+
+    @one_at_a_time
+    def map_exported(self, address: int, fds: Sequence[int]) -> None:
+        """Map pages that a process has exported side by side from `address` on, in a range of `reserve`, read-only, all
+        or none. They are not among this backend's pages and mappings; `unmap_exported` unmaps them.
+
+        Args:
+            fds: stay the caller's.
+
+        Raises:
+            MapError: a page has another size, this device cannot read it, or the driver refuses.
+        """
+        size, done = self.page_bytes, 0
+        try:
+            for fd in fds:
+                handle = int(self.call("cuMemImportFromShareableHandle", fd, self._export_type))
+                try:
+                    self.call("cuMemMap", address + done * size, size, 0, handle, 0, at=address + done * size)
+                    done += 1
+                finally:
+                    retry_undo(partial(self.call, "cuMemRelease", handle))  # mapped memory stays
+            self._set_access(AddressRange(address, len(fds) * size), self._read_access)
+        except VmemError:
+            self._undo_map(AddressRange(address, done * size))
+            raise
+
+    @one_at_a_time
+    def unmap_exported(self, mapped: AddressRange) -> None:
+        """Unmap adjacent pages of `map_exported`."""
+        self._undo_map(mapped)
 
     def _unmap(self, mapped: AddressRange) -> None:
         done: list[AddressRange] = []

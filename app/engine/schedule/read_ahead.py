@@ -74,7 +74,8 @@ class ReadAhead:
             least_units: only what comes after so many cached units.
         """
         for ended in [other for other in self._reads if not other.sequences]:
-            self._reads.pop(ended).prefix.is_cancelled = True
+            read = self._reads.pop(ended)
+            read.source.installer.drop(read.prefix)
         sequence = request.sequences[0]
         num_bytes = sum(read.prefix.num_bytes for read in self._reads.values())
         if request in self._reads or (num_bytes >= _MOST_BYTES and not is_head) or sequence.reads_whole_prompt:
@@ -110,7 +111,7 @@ class ReadAhead:
             if not is_late:
                 return True
             del self._reads[request]
-            prefix.is_cancelled = True
+            read.source.installer.drop(prefix)
             self._recovery.observe_read(read.source.name, prefix.num_bytes, now - read.began)
             return False
         if not fits(read.source.installer.pages_needed(prefix)):

@@ -1,7 +1,9 @@
 // A stand-in for NVIDIA's libcuda.so.1 over one memfd and mmap, so that the real `cuda.bindings` runs without a GPU.
 //
 // A handle is a piece of the memfd, a reservation is PROT_NONE memory, cuMemMap is mmap(MAP_FIXED | MAP_SHARED) and
-// cuMemSetAccess is mprotect: the MMU itself catches access to holes and to memory without access rights. Signatures,
+// cuMemSetAccess is mprotect: the MMU itself catches access to holes and to memory without access rights. An exported
+// handle is the memfd opened once more, whose position tells piece and size, so that another process's stand-in can map
+// it; unlike the driver it does not keep the memory when that process has freed it. Signatures,
 // structs and status codes are those of cuda.h 13.0. `standin` and the functions `standin_...` are for tests.
 
 #define _GNU_SOURCE
@@ -14,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -40,7 +43,7 @@ typedef uint64_t u64;
 enum { STATUSES(AS_ENUM) };
 
 // The ABI of cuda.h.
-enum { PINNED = 1, ON_DEVICE = 1, READ_WRITE = 3, NON_BLOCKING = 1, DISABLE_TIMING = 2, DEVICE_POINTER = 3 };
+enum { PINNED = 1, ON_DEVICE = 1, POSIX_FD = 1, READ = 1, READ_WRITE = 3, NON_BLOCKING = 1, DISABLE_TIMING = 2, DEVICE_POINTER = 3 };
 struct location { int type, id; };
 struct allocation_properties {
     int type, requested_handle_types;
@@ -64,9 +67,14 @@ API struct {
     u64 used_bytes;
 } standin;
 
-struct handle { u64 size, offset; int64_t num_mappings; bool held; };
+struct handle {
+    u64 size, offset;
+    int64_t num_mappings;
+    int fd;  // of the memory: `memfd`, or another process's
+    bool held, exportable, imported, shared;  // shared: other handles may be of the same memory
+};
 struct reservation { u64 address, size; };
-struct mapping { u64 address, size, handle; bool accessible; };  // the handle's index
+struct mapping { u64 address, size, handle; int access; };  // the handle's index
 struct event { u64 stream, moment; double when_ms; bool timed, alive; };
 struct stream { u64 finished; bool alive; };  // all work up to this moment is done
 struct step { u64 stream, moment, num_addresses, *addresses; };
@@ -193,7 +201,7 @@ static size_t mapping_index(u64 address) {
 
 static bool is_accessible(u64 address) {
     size_t i = mapping_index(address);
-    return i < num_mappings && mappings[i].address <= address && mappings[i].accessible;
+    return i < num_mappings && mappings[i].address <= address && mappings[i].access;
 }
 
 static void drop_steps(size_t stream, u64 moment) {
@@ -298,7 +306,7 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
     CHECK_DEVICE(device);
     switch (attribute) {
     case 16: *value = 132; break;  // multiprocessors
-    case 41: case 102: *value = 1; break;  // unified addressing, virtual memory management
+    case 41: case 102: case 103: *value = 1; break;  // unified addressing, virtual memory management, POSIX_FD handles
     case 75: *value = 9; break;  // compute capability 9.0
     case 76: *value = 0; break;
     default: return CUDA_ERROR_INVALID_VALUE;
@@ -343,7 +351,7 @@ API CUresult cuCtxGetCurrent(u64 *context) {
 
 static bool is_pinned_device_memory(const struct allocation_properties *p) {
     return p && p->type == PINNED && p->location.type == ON_DEVICE && p->location.id == 0 &&
-           !p->requested_handle_types && !p->win32_metadata && !p->flags.compression && !p->flags.rdma && !p->flags.usage;
+           (p->requested_handle_types | POSIX_FD) == POSIX_FD && !p->win32_metadata && !p->flags.compression && !p->flags.rdma && !p->flags.usage;
 }
 
 API CUresult cuMemGetAllocationGranularity(size_t *bytes, const struct allocation_properties *properties, int option) {
@@ -401,21 +409,34 @@ API CUresult cuMemAddressFree(u64 address, size_t size) {
     return CUDA_SUCCESS;
 }
 
+static u64 new_handle(struct handle handle) {
+    GROW(handles);
+    handle.held = true;
+    handles[num_handles - 1] = handle;
+    standin.num_handles++;
+    return opaque(HANDLE, num_handles - 1);
+}
+
 API CUresult cuMemCreate(u64 *handle, size_t size, const struct allocation_properties *properties, u64 flags) {
     COUNTED("cuMemCreate");
     CHECK(size && is_whole(size) && is_pinned_device_memory(properties) && !flags, CUDA_ERROR_INVALID_VALUE);
     CHECK(size <= (u64)standin.capacity_bytes - standin.used_bytes, CUDA_ERROR_OUT_OF_MEMORY);
-    GROW(handles);
-    handles[num_handles - 1] = (struct handle){size, next_offset, 0, true};
+    *handle = new_handle((struct handle){size, next_offset, .fd = memfd, .exportable = properties->requested_handle_types});
     next_offset += size, standin.used_bytes += size;
-    standin.num_handles++;
-    *handle = opaque(HANDLE, num_handles - 1);
     return CUDA_SUCCESS;
 }
 
-// Memory lives as long as its handle is held or it is mapped anywhere.
+static bool is_used(const struct handle *handle) { return handle->held || handle->num_mappings; }
+
+// Memory lives as long as a handle of it is held or it is mapped anywhere.
 static void free_if_unused(struct handle *handle) {
-    if (handle->held || handle->num_mappings) return;
+    if (is_used(handle)) return;
+    if (handle->fd != memfd) {
+        close(handle->fd);
+        return;
+    }
+    for (size_t i = 0; handle->shared && i < num_handles; i++)
+        if (handles[i].fd == memfd && handles[i].offset == handle->offset && is_used(&handles[i])) return;
     fallocate(memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)handle->offset, (off_t)handle->size);
     standin.used_bytes -= handle->size;
 }
@@ -429,11 +450,41 @@ API CUresult cuMemRelease(u64 value) {
     COUNTED("cuMemRelease");
     struct handle *handle = find_handle(value);
     CHECK(handle, CUDA_ERROR_INVALID_HANDLE);
-    // Legal, but a backend that does so has lost count.
-    if (handle->num_mappings) violation("handle %#lx was released while mapped %ld times", value, handle->num_mappings);
+    // Legal, but a backend that does so to a page of its own has lost count.
+    if (handle->num_mappings && !handle->imported) violation("handle %#lx was released while mapped %ld times", value, handle->num_mappings);
     handle->held = false;
     standin.num_handles--;
     free_if_unused(handle);
+    return CUDA_SUCCESS;
+}
+
+enum { OFFSET_BITS = 46, SIZE_UNIT = 4096 };
+
+API CUresult cuMemExportToShareableHandle(void *shared, u64 value, int type, u64 flags) {
+    COUNTED("cuMemExportToShareableHandle");
+    struct handle *handle = find_handle(value);
+    CHECK(handle && handle->exportable && type == POSIX_FD && !flags, CUDA_ERROR_INVALID_VALUE);
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", handle->fd);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    CHECK(fd >= 0, CUDA_ERROR_OUT_OF_MEMORY);
+    lseek(fd, (off_t)(handle->size / SIZE_UNIT << OFFSET_BITS | handle->offset), SEEK_SET);
+    handle->shared = true;
+    return *(int *)shared = fd, CUDA_SUCCESS;
+}
+
+// The descriptor stays the caller's.
+API CUresult cuMemImportFromShareableHandle(u64 *handle, void *shared, int type) {
+    COUNTED("cuMemImportFromShareableHandle");
+    int fd = (int)(intptr_t)shared;
+    off_t position = type == POSIX_FD ? lseek(fd, 0, SEEK_CUR) : -1;
+    struct stat here, there;
+    CHECK(position > 0 && !fstat(memfd, &here) && !fstat(fd, &there), CUDA_ERROR_INVALID_VALUE);
+    u64 size = ((u64)position >> OFFSET_BITS) * SIZE_UNIT, offset = (u64)position & (((u64)1 << OFFSET_BITS) - 1);
+    CHECK(size && here.st_dev == there.st_dev, CUDA_ERROR_INVALID_VALUE);
+    fd = here.st_ino == there.st_ino ? memfd : fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    CHECK(fd >= 0, CUDA_ERROR_OUT_OF_MEMORY);
+    *handle = new_handle((struct handle){size, offset, .fd = fd, .imported = true, .shared = true});
     return CUDA_SUCCESS;
 }
 
@@ -449,11 +500,11 @@ API CUresult cuMemMap(u64 address, size_t size, size_t offset, u64 value, u64 fl
     size_t i = mapping_index(address);
     CHECK(i == num_mappings || mappings[i].address >= address + size, CUDA_ERROR_ALREADY_MAPPED);
     // Fails beyond the system's limit on mappings (vm.max_map_count), as the driver does beyond its own.
-    void *at = mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, memfd, (off_t)handle->offset);
+    void *at = mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, handle->fd, (off_t)handle->offset);
     CHECK(at != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
     GROW(mappings);
     memmove(mappings + i + 1, mappings + i, (num_mappings - 1 - i) * sizeof *mappings);
-    mappings[i] = (struct mapping){address, size, (u64)(handle - handles), false};
+    mappings[i] = (struct mapping){address, size, (u64)(handle - handles), 0};
     handle->num_mappings++;
     standin.num_mappings = (int64_t)num_mappings;
     return CUDA_SUCCESS;
@@ -470,10 +521,12 @@ static size_t num_whole_mappings(size_t first, u64 address, u64 size) {
 API CUresult cuMemSetAccess(u64 address, size_t size, const struct access *access, size_t count) {
     COUNTED("cuMemSetAccess");
     size_t first = mapping_index(address), number = num_whole_mappings(first, address, size);
-    CHECK(number && count == 1 && access && access->flags == READ_WRITE, CUDA_ERROR_INVALID_VALUE);
+    CHECK(number && count == 1 && access, CUDA_ERROR_INVALID_VALUE);
+    CHECK(access->flags == READ || access->flags == READ_WRITE, CUDA_ERROR_INVALID_VALUE);
     CHECK(access->location.type == ON_DEVICE && access->location.id == 0, CUDA_ERROR_INVALID_VALUE);
-    CHECK(!mprotect((void *)address, size, PROT_READ | PROT_WRITE), CUDA_ERROR_OUT_OF_MEMORY);
-    for (size_t i = first; i < first + number; i++) mappings[i].accessible = true;
+    int protection = access->flags == READ ? PROT_READ : PROT_READ | PROT_WRITE;
+    CHECK(!mprotect((void *)address, size, protection), CUDA_ERROR_OUT_OF_MEMORY);
+    for (size_t i = first; i < first + number; i++) mappings[i].access = access->flags;
     return CUDA_SUCCESS;
 }
 
@@ -533,9 +586,9 @@ API CUresult cuMemFreeHost(void *address) {
     return CUDA_SUCCESS;
 }
 
-static bool is_all_accessible(u64 address, u64 end) {
+static bool is_all_writable(u64 address, u64 end) {
     for (size_t i = mapping_index(address); address < end; i++) {
-        if (i == num_mappings || mappings[i].address > address || !mappings[i].accessible) return false;
+        if (i == num_mappings || mappings[i].address > address || mappings[i].access != READ_WRITE) return false;
         address = mappings[i].address + mappings[i].size;
     }
     return true;
@@ -547,7 +600,7 @@ API CUresult cuMemcpyHtoDAsync_v2(u64 target, const void *source, size_t size, u
     CHECK_CONTEXT;
     size_t index = stream_index(stream);
     CHECK(index < num_streams, CUDA_ERROR_INVALID_HANDLE);
-    CHECK(is_all_accessible(target, target + size), CUDA_ERROR_INVALID_VALUE);
+    CHECK(is_all_writable(target, target + size), CUDA_ERROR_INVALID_VALUE);
     u64 from = (u64)source;
     size_t i = 0;
     while (i < num_pinned && !(pinned[i].address <= from && from + size <= pinned[i].address + pinned[i].size)) i++;
@@ -673,7 +726,7 @@ API CUresult cuGetProcAddress_v2(const char *name, void **function, int version,
         PLAIN(cuDevicePrimaryCtxGetState), PLAIN(cuCtxSetCurrent), PLAIN(cuCtxGetCurrent),
         PLAIN(cuMemGetAllocationGranularity), V2(cuMemGetInfo), PLAIN(cuMemAddressReserve), PLAIN(cuMemAddressFree),
         PLAIN(cuMemCreate), PLAIN(cuMemRelease), PLAIN(cuMemMap), PLAIN(cuMemSetAccess), PLAIN(cuMemUnmap),
-        PLAIN(cuMemHostAlloc), PLAIN(cuMemFreeHost), V2(cuMemcpyHtoDAsync),
+        PLAIN(cuMemExportToShareableHandle), PLAIN(cuMemImportFromShareableHandle), PLAIN(cuMemHostAlloc), PLAIN(cuMemFreeHost), V2(cuMemcpyHtoDAsync),
         PLAIN(cuPointerGetAttribute), PLAIN(cuStreamCreate), V2(cuStreamDestroy), PLAIN(cuStreamSynchronize),
         PLAIN(cuEventCreate), PLAIN(cuEventRecord), PLAIN(cuEventQuery), PLAIN(cuEventSynchronize),
         V2(cuEventElapsedTime), V2(cuEventDestroy), PLAIN(cuGetErrorName), PLAIN(cuGetErrorString),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -110,6 +111,25 @@ def test_two_addresses_show_one_page(case: tuple[Backend, int]) -> None:
     backend.unmap(AddressRange(reserved.address, size))
     backend.unmap(AddressRange(reserved.address + 2 * size, size))
     backend.destroy(handle)
+    backend.release(reserved)
+
+
+def test_an_exported_page_shows_its_bytes(case: tuple[Backend, int]) -> None:
+    backend, size = case
+    if not isinstance(backend, CudaBackend) or not backend.exports_pages:
+        pytest.skip("pages of this backend are not exported")
+    reserved, handle = backend.reserve(2 * size), backend.create(size)
+    backend.map(reserved.address, [handle])
+    memory = backend.tensor(reserved)
+    memory[:size] = 7
+    fd = backend.export_page(handle)
+    backend.map_exported(reserved.address + size, [fd])
+    os.close(fd)
+    assert bool((memory[size:] == 7).all())
+    backend.unmap(AddressRange(reserved.address, size))
+    backend.destroy(handle)
+    assert bool((memory[size:] == 7).all())  # the mapping keeps the memory
+    backend.unmap_exported(AddressRange(reserved.address + size, size))
     backend.release(reserved)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -298,14 +299,53 @@ def test_drivers_whose_unmap_takes_one_page_a_call() -> None:
     assert driver.leftovers == NOTHING
 
 
-@pytest.mark.parametrize("fail_at", range(1, 10))
-def test_a_failed_probe_of_unmapping_leaves_nothing(fail_at: int) -> None:
-    """Whichever call of reserve, two creates, two maps, unmap, two releases and free fails."""
+@pytest.mark.parametrize("fail_at", range(1, 13))
+def test_a_failed_probe_leaves_nothing(fail_at: int) -> None:
+    """Whichever fails of create, export, release; reserve, two creates, two maps, unmap, two releases and free."""
     driver = StandInDriver(16 * PAGE)
     driver.fail_at = fail_at
     with suppress(MapError):
         CudaBackend(driver=driver, tensor_device=CPU).close()
     assert driver.leftovers == NOTHING
+
+
+@pytest.mark.parametrize("refused", ["cuDeviceGetAttribute", "cuMemCreate", "cuMemExportToShareableHandle"])
+def test_pages_that_cannot_be_exported_are_plain(refused: str) -> None:
+    """A system may refuse pages for other processes though the device supports them."""
+    driver = StandInDriver(16 * PAGE)
+    call, refusal = getattr(driver, refused), (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED, 0)
+
+    def refuse(*args: Any) -> Any:
+        return call(*args) if refused == "cuMemCreate" and not int(args[1].requestedHandleTypes) else refusal
+
+    setattr(driver, refused, refuse if refused != "cuDeviceGetAttribute" else lambda *_: (driver.CUresult(0), 0))
+    backend = CudaBackend(driver=driver, tensor_device=CPU)
+    assert not backend.exports_pages
+    with some_pages(backend, 2) as (reserved, handles):
+        backend.map(reserved.address, handles)
+        backend.unmap(reserved)
+    backend.close()
+    assert (driver.leftovers, driver.violations) == (NOTHING, [])
+
+
+@pytest.mark.parametrize("call", range(1, 17))
+def test_exported_pages_are_mapped_all_or_none(make: Make, call: int) -> None:
+    """Whatever call fails: import, map and release of four pages, access in runs of one and three, two unmaps."""
+    backend, driver = make()
+    with some_pages(backend, 4) as (reserved, handles):
+        fds = [backend.export_page(handle) for handle in handles]
+        before, mapped = driver.leftovers, False
+        driver.fail_at = len(driver.calls) + call
+        with suppress(MapError):
+            backend.map_exported(reserved.address, fds)
+            mapped = True
+        assert driver.leftovers == (*before[:2], 4 * mapped, *before[3:])
+        if mapped:
+            backend.unmap_exported(reserved)
+        assert driver.leftovers == before
+        assert backend.num_mappings == 0
+        for fd in fds:
+            os.close(fd)
 
 
 def test_a_device_too_full_to_probe(make: Make) -> None:

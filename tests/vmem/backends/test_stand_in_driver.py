@@ -155,7 +155,7 @@ def test_bounds_of_pages_and_ranges(driver: StandInDriver) -> None:
         assert driver.cuMemCreate(PAGE, wrong, 0)[0] == INVALID
         assert driver.cuMemGetAllocationGranularity(wrong, granularity_kind(driver))[0] == INVALID
     exported = properties(driver)
-    exported.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    exported.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_WIN32
     compressed = properties(driver)
     compressed.allocFlags.compressionType = 1
     for wrong in (exported, compressed):
@@ -202,7 +202,7 @@ def test_mapping_rules(driver: StandInDriver) -> None:
     for start, size in ((base, 2 * PAGE), (base + 2 * PAGE, PAGE), (base, 4 * PAGE), (base + 3 * PAGE, PAGE)):
         assert driver.cuMemSetAccess(start, size, [access(driver)], 1) == (INVALID,)
         assert driver.cuMemUnmap(start, size) == (INVALID,)
-    for wrong in (access(driver, flags=1), access(driver, ordinal=1)):
+    for wrong in (access(driver, flags=0x7FFFFFFF), access(driver, ordinal=1)):
         assert driver.cuMemSetAccess(base, PAGE, [wrong], 1) == (INVALID,)
     assert driver.cuMemSetAccess(base, 0, [access(driver)], 1) == driver.cuMemUnmap(base, 0) == (INVALID,)
     assert driver.cuMemAddressFree(base, 4 * PAGE) == (INVALID,)
@@ -262,6 +262,37 @@ def test_memory_lives_until_handle_and_mappings_are_gone(driver: StandInDriver) 
     assert len(driver.violations) == 1
     assert "released while mapped 1 times" in driver.violations[0]
     put_back(driver, base, 1, *handles[1:])
+
+
+def test_an_exported_page_lives_until_its_last_handle_and_mapping_are_gone(driver: StandInDriver) -> None:
+    fd_type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    exportable = properties(driver)
+    exportable.requestedHandleTypes = fd_type
+    base, plain, handle = reserve(driver, 2), create(driver), int(value(driver.cuMemCreate(PAGE, exportable, 0)))
+    map_page(driver, base, handle)
+    ctypes.memset(base, 5, PAGE)
+    for wrong in ((plain, fd_type, 0), (12345, fd_type, 0), (handle, fd_type, 1)):
+        assert driver.cuMemExportToShareableHandle(*wrong)[0] == INVALID
+    fd = value(driver.cuMemExportToShareableHandle(handle, fd_type, 0))
+    with open(os.devnull) as other:
+        assert driver.cuMemImportFromShareableHandle(other.fileno(), fd_type)[0] == INVALID
+    imported = int(value(driver.cuMemImportFromShareableHandle(fd, fd_type)))
+    os.close(fd)
+    assert imported != handle
+    value(driver.cuMemUnmap(base, PAGE))
+    value(driver.cuMemRelease(handle))
+    assert driver.used_bytes == 2 * PAGE
+    value(driver.cuMemMap(base + PAGE, PAGE, 0, imported, 0))
+    value(driver.cuMemSetAccess(base + PAGE, PAGE, [access(driver, flags=1)], 1))
+    value(driver.cuMemRelease(imported))
+    assert ctypes.string_at(base + PAGE, PAGE) == b"\5" * PAGE
+    pinned = int(value(driver.cuMemHostAlloc(PAGE, 0)))
+    assert driver.cuMemcpyHtoDAsync(base + PAGE, pinned, PAGE, 0) == (INVALID,)  # it is read-only
+    value(driver.cuMemFreeHost(pinned))
+    value(driver.cuMemUnmap(base + PAGE, PAGE))
+    assert driver.used_bytes == PAGE
+    put_back(driver, base, 2, plain)
+    assert driver.violations == []
 
 
 def test_events_pass_with_the_work_of_their_stream(driver: StandInDriver) -> None:
@@ -434,9 +465,10 @@ handle = value(driver.cuMemCreate(size, made, 0))
 assert driver.cuMemGetInfo()[2] - driver.cuMemGetInfo()[1] == size
 if sys.argv[1] != "hole":
     value(driver.cuMemMap(base, size, 0, handle, 0))
-if sys.argv[1] in ("mapped", "unmapped"):
+if sys.argv[1] in ("mapped", "unmapped", "read_only"):
     access = driver.CUmemAccessDesc()
-    access.location.type, access.flags = made.location.type, driver.CUmemAccess_flags(3)
+    access.location.type = made.location.type
+    access.flags = driver.CUmemAccess_flags(1 if sys.argv[1] == "read_only" else 3)
     value(driver.cuMemSetAccess(base, size, [access], 1))
 if sys.argv[1] == "unmapped":
     ctypes.memset(base, 1, size)
@@ -448,7 +480,7 @@ print("touched", flush=True)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("state", ["mapped", "hole", "no_access", "unmapped"])
+@pytest.mark.parametrize("state", ["mapped", "hole", "no_access", "unmapped", "read_only"])
 def test_the_mmu_catches_access_in_a_process_that_finds_the_stand_in_by_path(state: str) -> None:
     skip_without_stand_in()
     environment = {**os.environ, "LD_LIBRARY_PATH": str(build())}

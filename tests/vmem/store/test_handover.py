@@ -99,6 +99,21 @@ def test_only_the_rest_comes(monkeypatch: pytest.MonkeyPatch) -> None:
         run(second, [*IDS, 1], 6 * BLOCK_TOKENS)
 
 
+def test_steps_that_follow_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy engine always has a step under way: for a second its giver asked whether the latest was done."""
+    with memories() as (first, giver, second, receiver), monkeypatch.context() as patched:
+        serve(first, IDS, 0)
+        launched = first.mapper.fence
+
+        def completed(fence: int) -> bool:
+            first.mapper.fence += 1
+            return fence + 1 < first.mapper.fence
+
+        patched.setattr(first.backend, "completed", completed)
+        assert fetch(second, receiver, giver.address) == 6
+        first.mapper.fence = launched
+
+
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize(("shape", "num_units"), [(SHAPES[0], 3), (SHAPES[3], 0)])
 def test_units_that_are_evicted_meanwhile_are_computed(

@@ -5,6 +5,7 @@
       on the same machine:
       <── how many units, and a memfd (SCM_RIGHTS) ─────────────────┤ copies all into a memfd
       maps the memfd, copies the units into its own blocks
+      both on GPUs: `exported_pages`, and as above where that is refused
       from another machine:
       <── how many units, then one after the other, checked ────────┤ copies each, and sends it
       copies them into its own blocks
@@ -30,6 +31,7 @@ from dataclasses import replace
 from folio.vmem.errors import MapError, VmemError
 from folio.vmem.memory import KVMemory
 from folio.vmem.prefix.prefix_tree import PrefixNode
+from folio.vmem.prefix.store.exported_pages import NotImported, PageExporter, PageImporter
 from folio.vmem.prefix.store.installer import FoundPrefix, Item, PrefixInstaller
 from folio.vmem.prefix.store.link import Address, Link, check_user, connect, listen
 from folio.vmem.prefix.store.records import Records
@@ -63,6 +65,7 @@ class PrefixGiver:
     ) -> None:
         self._memory, self._records, self._fingerprint, self._gives = memory, records, fingerprint, gives
         self._parts = PrefixInstaller(memory, records)
+        self._exporter = PageExporter(memory, self._parts)
         self._copying = threading.Lock()  # records have one buffer
         self._listeners: list[tuple[socket.socket, threading.Thread]] = []
         self.address = Address(f"folio-kv-{uuid.uuid4().hex}")
@@ -105,6 +108,9 @@ class PrefixGiver:
 
     def _answer(self, link: Link) -> None:
         asked, content = link.receive_json(), link.receive()
+        if "export" in asked:
+            link.send_json({"num_intact": self._exporter.num_intact(int(asked["export"]))})
+            return
         keys, first = tuple(map(str, asked["keys"])), int(asked["first_units"])
         if asked["fingerprint"] != self._fingerprint() or not self._gives(keys):
             raise ValueError("another model or layout, or an adapter")
@@ -112,7 +118,11 @@ class PrefixGiver:
         nodes = self._memory.prefixes.match(chain, [*token_ids, 0]).nodes
         num_units = self._num_units(nodes, first)
         needed = list(self._parts.needed(num_units, first))
+        export = self._exporter.note(nodes, num_units, first) if "imports" in asked else None
         self._wait_for_fence()
+        if export is not None:
+            self._exporter.give(link, export)
+            return
         if link.is_remote:
             link.send_json({"num_units": num_units})
             for i, g in needed:
@@ -124,11 +134,11 @@ class PrefixGiver:
         with _memfd() as fd:
             num_copied = self._copy(fd, nodes, needed)
             link.send_json({"num_units": self._parts.units_after(num_units, first, num_copied)})
-            link.send_fd(fd)
+            link.send_fds([fd])
 
     def _wait_for_fence(self) -> None:
-        deadline = time.monotonic() + _FENCE_S
-        while not self._memory.backend.completed(self._memory.mapper.fence):
+        deadline, fence = time.monotonic() + _FENCE_S, self._memory.mapper.fence
+        while not self._memory.backend.completed(fence):  # other steps follow it
             if time.monotonic() > deadline:
                 raise VmemError("a step takes long")
             time.sleep(_POLL_S)
@@ -170,7 +180,7 @@ class PrefixGiver:
         return True
 
 
-class PrefixReceiver(PrefixInstaller):
+class PrefixReceiver(PageImporter):
     """Gets prefixes from a `PrefixGiver`. `read` fetches in a thread; all else is called by the engine's thread.
 
     Attributes:
@@ -207,13 +217,20 @@ class PrefixReceiver(PrefixInstaller):
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        super().close()
 
     def _fetch(self, prefix: FoundPrefix, units: bytes, address: str) -> None:
         began, first, asked_units = time.perf_counter(), prefix.first_units, prefix.num_units
         prefix.num_units, items = first, list[Item]()
         try:
             if not prefix.is_cancelled:
-                self._ask(prefix, asked_units, units, address, items)
+                imports = self.imports and not self.is_remote(address)
+                try:
+                    self._ask(prefix, asked_units, units, address, items, imports=imports)
+                except NotImported as error:
+                    logger.info("blocks come through host memory, for pages cannot be imported: %s", error)
+                    prefix.num_units = first
+                    self._ask(prefix, asked_units, units, address, items)
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.info("a prefix was not handed over: %s: %s", type(error).__name__, error)
         prefix.num_units = self.units_after(prefix.num_units, first, len(items))
@@ -223,16 +240,29 @@ class PrefixReceiver(PrefixInstaller):
         self.num_bytes += prefix.num_bytes
         prefix.seconds = time.perf_counter() - began
         prefix.is_done = True
+        if prefix.is_cancelled:
+            self.drop(prefix)
         with self._memory.lock:
             self._memory.lock.notify_all()
 
-    def _ask(self, prefix: FoundPrefix, most_units: int, units: bytes, address: str, items: list[Item]) -> None:
+    def _ask(
+        self,
+        prefix: FoundPrefix,
+        most_units: int,
+        units: bytes,
+        address: str,
+        items: list[Item],
+        *,
+        imports: bool = False,
+    ) -> None:
         """Ask for units, and set how many the giver has; append the records that have come to `items`."""
         first, remote = prefix.first_units, self.is_remote(address)
         with connect(Address.parse(address), remote=remote) as link:
-            link.send_json({"fingerprint": self._fingerprint(), "keys": prefix.chain.keys, "first_units": first})
+            asked = {"fingerprint": self._fingerprint(), "keys": prefix.chain.keys, "first_units": first}
+            link.send_json(asked | {"imports": True} if imports else asked)
             link.send(units)
-            num_units = int(link.receive_json()["num_units"])
+            reply = link.receive_json()
+            num_units = int(reply["num_units"])
             if not first <= num_units <= most_units:
                 raise ValueError("other units than asked for")
             needed, sizes = list(self.needed(num_units, first)), self._records.num_bytes
@@ -242,9 +272,12 @@ class PrefixReceiver(PrefixInstaller):
             prefix.num_units = num_units
             if not needed:
                 return
+            if "export" in reply:
+                items += self.import_pages(prefix, link, reply, needed, Address.parse(address))
+                return
             records = [Item(i, g, offset) for (i, g), offset in zip(needed, offsets, strict=False)]
             if not remote:
-                prefix.buffer = _mapped(link.receive_fd(), offsets[-1])
+                prefix.buffer = _mapped(link.receive_fds(1)[0], offsets[-1])
                 items += records
                 return
             prefix.buffer = mmap.mmap(-1, offsets[-1])

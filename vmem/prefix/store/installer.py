@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -118,17 +119,32 @@ class PrefixInstaller:
             for item, node in zip(items, nodes, strict=True)
             if node.blocks[g] is None and node.writer is None
         ]
+        if not missing:
+            return
         block_ids = memory.allocator.allocate(group, count * len(missing), at_home=True)
         try:
             memory.regions.map_homes(group, block_ids)
             memory.mapper.wait_for_fence(memory.mapper.fence)  # a step may still read what the blocks held
             with memory.lock.unlocked():
                 for i, (item, _) in enumerate(missing):
-                    self._records.copy_in(g, self.part(prefix, item), block_ids[i * count : (i + 1) * count])
-            for i, (_, node) in enumerate(missing):
-                memory.tree.index_blocks(node, g, tuple(block_ids[i * count : (i + 1) * count]))
+                    self._copy_in(prefix, item, block_ids[i * count : (i + 1) * count])
+                end = self._intact_end(prefix)
+            for i, (item, node) in enumerate(missing):
+                if item.offset < end:
+                    memory.tree.index_blocks(node, g, tuple(block_ids[i * count : (i + 1) * count]))
         finally:
             memory.allocator.free(group, block_ids[::-1])  # cached from now on, the end to be evicted first
+
+    def drop(self, prefix: FoundPrefix) -> None:
+        """End reading early; what has been read is not installed."""
+        prefix.is_cancelled = True
+
+    def _copy_in(self, prefix: FoundPrefix, item: Item, block_ids: Sequence[int]) -> None:
+        self._records.copy_in(item.group, self.part(prefix, item), block_ids)
+
+    def _intact_end(self, prefix: FoundPrefix) -> float:
+        """The offset from which on the records that have been copied are not to be installed."""
+        return math.inf
 
     def part(self, prefix: FoundPrefix, item: Item) -> memoryview:
         """The record's place in the buffer."""

@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,14 +57,15 @@ class Address:
 class Link:
     """One end of a connection. Every method raises `OSError`."""
 
-    def __init__(self, connection: socket.socket, key: str = "", *, gives: bool) -> None:
-        """Args: `key`: of a TCP connection. `gives`: this is the giver's end."""
-        self._connection = connection
+    def __init__(self, connection: socket.socket, key: str = "", *, gives: bool, message_s: float = _MESSAGE_S) -> None:
+        """Args: `key`: of a TCP connection. `gives`: this is the giver's end. `message_s`: bound of waits for the other
+        process."""
+        self._connection, self._message_s = connection, message_s
         self._keys: tuple[bytes, bytes] | None = None  # to send with, and to receive with
         self._num_sent = self._num_received = 0
         if key:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(_MESSAGE_S)
+            connection.settimeout(message_s)
             own = secrets.token_bytes(_NONCE_BYTES)
             connection.sendall(own)
             other = self._read(bytearray(_NONCE_BYTES))
@@ -79,9 +80,10 @@ class Link:
         return self._keys is not None
 
     def send(self, content: bytes | bytearray) -> None:
-        self._connection.settimeout(_MESSAGE_S)
+        self._connection.settimeout(self._message_s)
         self._connection.sendall(_LENGTH.pack(len(content)))
-        self._connection.sendall(content)
+        if content:  # else the other end may have gone
+            self._connection.sendall(content)
         if self._keys is not None:
             self._connection.sendall(_check(self._keys[0], self._num_sent, content))
         self._num_sent += 1
@@ -108,16 +110,20 @@ class Link:
             raise ConnectionError("a message of another length")
         self._finish(content)
 
-    def send_fd(self, fd: int) -> None:
-        socket.send_fds(self._connection, [b"\0"], [fd])
+    def send_fds(self, fds: Sequence[int]) -> None:
+        """At most 253, and too few for the system's limit on those that have not been received."""
+        self._connection.settimeout(self._message_s)
+        socket.send_fds(self._connection, [b"\0"], fds)
 
-    def receive_fd(self) -> int:
-        """The caller closes it."""
-        self._connection.settimeout(_MESSAGE_S)
-        _, fds, _, _ = socket.recv_fds(self._connection, 1, 1)
-        if not fds:
-            raise ConnectionError("the other process has passed no memory")
-        return fds[0]
+    def receive_fds(self, count: int) -> list[int]:
+        """So many descriptors, which the caller closes."""
+        self._connection.settimeout(self._message_s)
+        _, fds, _, _ = socket.recv_fds(self._connection, 1, count, socket.MSG_CMSG_CLOEXEC)
+        if len(fds) != count:
+            for fd in fds:
+                os.close(fd)
+            raise ConnectionError(f"the other process has passed {len(fds)} descriptors, not {count}")
+        return fds
 
     def _finish(self, content: bytearray | memoryview) -> None:
         """Read the rest of a message, and check it."""
@@ -130,7 +136,7 @@ class Link:
 
     def _read(self, content: bytearray | memoryview) -> bytes:
         """Fill `content`; short ones are returned."""
-        rest, deadline = memoryview(content), time.monotonic() + _MESSAGE_S
+        rest, deadline = memoryview(content), time.monotonic() + self._message_s
         while rest:
             self._connection.settimeout(max(deadline - time.monotonic(), 1e-3))
             if not (count := self._connection.recv_into(rest)):
@@ -151,7 +157,7 @@ def listen(address: Address) -> socket.socket:
 
 
 @contextmanager
-def connect(address: Address, *, remote: bool) -> Iterator[Link]:
+def connect(address: Address, *, remote: bool, message_s: float = _MESSAGE_S) -> Iterator[Link]:
     """A link to the giver at an address, over TCP if `remote`.
 
     Raises:
@@ -159,13 +165,13 @@ def connect(address: Address, *, remote: bool) -> Iterator[Link]:
     """
     if remote:
         with socket.create_connection((address.host, address.port), _CONNECT_S) as connection:
-            yield Link(connection, address.key, gives=False)
+            yield Link(connection, address.key, gives=False, message_s=message_s)
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
-        connection.settimeout(_CONNECT_S)
+        connection.settimeout(min(_CONNECT_S, message_s))
         connection.connect(f"\0{address.name}")
         check_user(connection)
-        yield Link(connection, gives=False)
+        yield Link(connection, gives=False, message_s=message_s)
 
 
 def check_user(connection: socket.socket) -> None:

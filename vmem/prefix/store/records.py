@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -61,20 +61,23 @@ class Records:
 
     def _gather(self, g: int, block_ids: Sequence[int], target: torch.Tensor) -> None:
         at = 0
-        for words in self._words[g]:
-            for block_id in block_ids:
-                self._copy(target[at : at + words.shape[1]], words[block_id])
-                at += words.shape[1]
+        for place in self.places(g, block_ids):
+            self.copy(target[at : at + len(place)], place)
+            at += len(place)
 
     def copy_in(self, g: int, record: memoryview, block_ids: Sequence[int]) -> None:
         """Write blocks from a record, ahead of all later work of the device."""
         content, at = torch.frombuffer(record, dtype=torch.int64), 0
-        for words in self._words[g]:
-            for block_id in block_ids:
-                self._copy(words[block_id], content[at : at + words.shape[1]])
-                at += words.shape[1]
+        for place in self.places(g, block_ids):
+            self.copy(place, content[at : at + len(place)])
+            at += len(place)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def places(self, g: int, block_ids: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Blocks as `[home_bytes / 8]` int64, in the order in which a record has them."""
+        return (words[block_id] for words in self._words[g] for block_id in block_ids)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a place, in the order of the device's work."""
         if self.on_host:  # by numpy: torch would have its threads spin, which a step's need
             np.copyto(target.numpy(), source.numpy())
         else:

@@ -29,6 +29,7 @@ def facts(fake: bool) -> list[Job]:
             tiny="page and stand_in",
             limit_s=60,
         ),
+        _program("handover", "gpu_handover", fake, 60),
         _pytest("decode", tests, "test_splits", fake, tiny="test_splits and dtype0-3", limit_s=120),
         _pytest("prefill", tests, "test_ragged_batch", fake, tiny="test_ragged_batch and dtype0-16", limit_s=150),
         _pytest("cache write", tests, "test_write", fake, tiny="test_write and dims0-dtype0", limit_s=120),

@@ -269,7 +269,11 @@ class PrefixTree:
     # ---- blocks ----
 
     def index_blocks(self, node: PrefixNode, g: int, block_ids: tuple[int, ...]) -> bool:
-        """Index these owned blocks of a group in the node; False if the node has some, or another node has them."""
+        """Index these owned blocks of a group in the node; False if the node has some, or another node has them.
+
+        Args:
+            block_ids: a tuple of this call's own, by which `PageExport` tells whether the node has had it all the time.
+        """
         if node.blocks[g] is not None or any(b in self._node_of[g] for b in block_ids):
             return False
         node.blocks[g] = block_ids

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from folio.app.engine.engine import Engine
+from folio.app.engine.memory import kv_plan
 from folio.app.engine.request.delta import Delta
 from folio.app.engine.request.engine_request import BegunOutput, EngineRequest
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.errors import RequestError
+from folio.vmem import CudaBackend, DevicePages
+from folio.vmem.backends.cuda import CPU
 from tests.app.engine.engines import MakeEngine, run
+from tests.vmem.backends.stand_in_driver import StandInDriver
 
 PROMPT = "The capital of France is a city on a river. The capital of Japan is"
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 8}}}'
@@ -111,6 +115,25 @@ def test_forks_end_as_undisturbed(name: str, parent: str, engine: Engine) -> Non
             engine.prepare(replace(request, begun=begun))(str(cut))
         for number, rest in run(engine).items():
             assert outcome([*undisturbed[: int(number)], *rest]) == outcome(undisturbed), (fork, number)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> StandInDriver:
+    """Of the device that has the memories of all engines; what is submitted to it is done at once."""
+    driver, completed = StandInDriver(1 << 28), CudaBackend.completed
+    driver.granularity_bytes = 1 << 14
+
+    def select(*args: object, pages: DevicePages | None = None, **options: object) -> CudaBackend:
+        return CudaBackend(driver=driver, tensor_device=CPU, pages=pages)
+
+    monkeypatch.setattr(kv_plan, "select_backend", select)
+    monkeypatch.setattr(CudaBackend, "completed", lambda *args: driver.finish_work() or completed(*args))
+    return driver
+
+
+def test_its_blocks_come_on_the_device(driver: StandInDriver, make_engine: MakeEngine) -> None:
+    test_its_blocks_come_from_the_engine_that_has_begun_it("there", make_engine)
+    assert "cuMemImportFromShareableHandle" in driver.calls
 
 
 @pytest.mark.parametrize("held_at", ["there", "nowhere", ""])

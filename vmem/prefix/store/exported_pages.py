@@ -25,16 +25,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from folio.vmem.backends.base import AddressRange, retry_undo
 from folio.vmem.backends.cuda import CudaBackend
-from folio.vmem.errors import VmemError
+from folio.vmem.errors import MapError, VmemError
 from folio.vmem.memory import KVMemory
 from folio.vmem.prefix.prefix_tree import PrefixNode
 from folio.vmem.prefix.store.installer import FoundPrefix, Item, PrefixInstaller
@@ -43,11 +41,11 @@ from folio.vmem.prefix.store.records import Records
 
 logger = logging.getLogger(__name__)
 
-# Pages that are exported, passed and mapped at once: their descriptors are open, and on the way, at the same time.
+# Pages that are exported, passed and mapped at once: their descriptors are open, or on the way, at the same time.
 _PART_PAGES = 16
 # Exports that a giver can still be asked about.
 _MOST_EXPORTS = 64
-# Longest wait for the giver's answer after the copy, for which all of the receiver's steps wait.
+# Longest wait for the giver's answer after the copy: the receiver's steps wait, too.
 _ANSWER_S = 0.25
 
 
@@ -57,26 +55,39 @@ def exporting(memory: KVMemory) -> CudaBackend | None:
     return backend if isinstance(backend, CudaBackend) and backend.exports_pages else None
 
 
-@dataclass(frozen=True, slots=True)
 class PageExport:
-    """What a receiver may copy.
+    """Blocks that a receiver may copy. With the lock held.
+
+    Args:
+        units: cached ones, each with a layer group.
 
     Attributes:
-        num_units: units that a prompt can continue after with what is noted.
-        noted: units, each with a layer group and its blocks.
-        handles: the pages that they lie in.
-        offsets: in bytes, of their blocks in these pages side by side, in the order of their records' places.
+        handles: the pages that have their blocks.
+        offsets: in bytes, of the blocks in these pages side by side, in the order in which their records have them.
     """
 
-    num_units: int
-    noted: list[tuple[PrefixNode, int, tuple[int, ...]]] = field(default_factory=list)
-    handles: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    def __init__(self, memory: KVMemory, units: Sequence[tuple[PrefixNode, int]], num_units: int) -> None:
+        self.num_units, self.handles, self.offsets = num_units, list[int](), list[int]()
+        self._noted = [(node, g, node.blocks[g] or ()) for node, g in units]
+        first_page: dict[tuple[int, int, int], int] = {}  # of an extent at a home
+        for _, g, block_ids in self._noted:
+            group, layout = memory.group_memories[g], memory.groups[g].layout
+            count = layout.num_slices // layout.num_homes
+            for home, block_id in itertools.product(range(layout.num_homes), block_ids):
+                extent, place = divmod(block_id, layout.extent_blocks)
+                if (g, extent, home) not in first_page:
+                    first_page[g, extent, home] = len(self.handles)
+                    self.handles += group.handles[extent][home * count : (home + 1) * count]
+                self.offsets.append(first_page[g, extent, home] * layout.handle_bytes + place * layout.home_bytes)
 
     @property
     def num_intact(self) -> int:
-        """How many of the units, from the first one on, have had the noted blocks all the time. With the lock held."""
-        return sum(1 for _ in itertools.takewhile(lambda noted: noted[0].blocks[noted[1]] is noted[2], self.noted))
+        """The units, from the first one on, that have had the same blocks all the time."""
+        return sum(1 for _ in itertools.takewhile(lambda unit: unit[0].blocks[unit[1]] is unit[2], self._noted))
+
+    @property
+    def is_intact(self) -> bool:
+        return self.num_intact == len(self._noted)
 
 
 class PageExporter:
@@ -92,28 +103,11 @@ class PageExporter:
         exported. The device must pass the fence of now before `give`."""
         if self._backend is None:
             return None
-        units = [(nodes[i], g) for i, g in self._parts.needed(num_units, first_units)]
+        needed = [(nodes[i], g) for i, g in self._parts.needed(num_units, first_units)]
         with self._memory.lock:
-            there = list(itertools.takewhile(lambda at: at[0].blocks[at[1]] is not None and not at[0].pending, units))
-            export = PageExport(self._parts.units_after(num_units, first_units, len(there)))
-            if export.num_units > first_units:
-                self._place(export, there)
-        return export
-
-    def _place(self, export: PageExport, units: Sequence[tuple[PrefixNode, int]]) -> None:
-        """Fill in an export."""
-        first_page: dict[tuple[int, int, int], int] = {}  # of an extent at a home
-        for node, g in units:
-            block_ids, group = node.blocks[g], self._memory.group_memories[g]
-            assert block_ids is not None
-            export.noted.append((node, g, block_ids))
-            layout, count = group.layout, group.num_slices // group.layout.num_homes
-            for home, block_id in itertools.product(range(layout.num_homes), block_ids):
-                extent, place = divmod(block_id, layout.extent_blocks)
-                if (g, extent, home) not in first_page:
-                    first_page[g, extent, home] = len(export.handles)
-                    export.handles.extend(group.handles[extent][home * count : (home + 1) * count])
-                export.offsets.append(first_page[g, extent, home] * layout.handle_bytes + place * layout.home_bytes)
+            there = list(itertools.takewhile(lambda at: at[0].blocks[at[1]] is not None and not at[0].pending, needed))
+            num_units = self._parts.units_after(num_units, first_units, len(there))
+            return PageExport(self._memory, there if num_units > first_units else (), num_units)
 
     def give(self, link: Link, export: PageExport) -> None:
         """Send the pages. Raises `OSError`, and `VmemError` if the driver refuses, or blocks were evicted meanwhile."""
@@ -122,10 +116,8 @@ class PageExporter:
             self._exports[number] = export
             if len(self._exports) > _MOST_EXPORTS:
                 self._exports.popitem(last=False)
-        link.send_json({"num_units": export.num_units, "export": number, "num_pages": len(export.handles)})
-        if not export.handles:
-            return
-        link.send(np.array(export.offsets, np.int64).tobytes())
+        pages = {"export": number, "num_pages": len(export.handles), "offsets": export.offsets}
+        link.send_json({"num_units": export.num_units} | pages)
         for start in range(0, len(export.handles), _PART_PAGES):
             with self._descriptors(export, export.handles[start : start + _PART_PAGES]) as fds:
                 link.send_fds(fds)
@@ -142,7 +134,7 @@ class PageExporter:
         lock, fds = self._memory.lock, list[int]()
         with ExitStack() as opened:
             with lock.exclusive():  # nothing is evicted, and so no page destroyed, until they are exported
-                if export.num_intact < len(export.noted):
+                if not export.is_intact:
                     raise VmemError("blocks were evicted meanwhile")
                 with lock.unlocked():
                     for handle in handles:
@@ -159,49 +151,31 @@ class ImportedPages:
     """A giver's pages, mapped side by side, read-only, until `close`.
 
     Args:
-        link: from which they come.
-        sizes: in bytes, of the blocks' places.
-        offsets: as in `PageExport`, int64.
-
-    Attributes:
-        ask: the giver's address, and the export's number.
+        link: on which they come.
+        offsets: as in `PageExport`.
 
     Raises:
-        OSError, VmemError, ValueError: they cannot be had. Nothing is left.
+        OSError, VmemError: they cannot be had. Nothing is left.
     """
 
-    def __init__(
-        self,
-        backend: CudaBackend,
-        link: Link,
-        num_pages: int,
-        sizes: np.ndarray[Any, np.dtype[np.int64]],
-        offsets: np.ndarray[Any, np.dtype[np.int64]],
-        ask: tuple[Address, int],
-    ) -> None:
-        self._backend, self._offsets, self.ask = backend, offsets // 8, ask
-        num_bytes = num_pages * backend.page_bytes
-        if (
-            len(offsets) != len(sizes)
-            or (offsets % 8).any()
-            or (offsets < 0).any()
-            or (offsets > num_bytes - sizes).any()
-        ):
-            raise ValueError("the blocks are not in the pages")
-        self._reserved = backend.reserve(num_bytes)
+    def __init__(self, backend: CudaBackend, link: Link, num_pages: int, offsets: Sequence[int]) -> None:
+        self._backend, self._offsets = backend, offsets
+        self._reserved = backend.reserve(num_pages * backend.page_bytes)
         self._mapped = AddressRange(self._reserved.address, 0)
         self._words = backend.tensor(self._reserved).view(torch.int64)
         try:
-            while (at := self._mapped.end) < self._reserved.end:
-                self._map(at, link.receive_fds(min(_PART_PAGES, (self._reserved.end - at) // backend.page_bytes)))
+            while left := (self._reserved.end - self._mapped.end) // backend.page_bytes:
+                self._map(link.receive_fds(min(_PART_PAGES, left)))
                 link.send(b"")
         except BaseException:
             self.close()
             raise
 
     def place(self, number: int, num_words: int) -> torch.Tensor:
-        """The content of a block's place `[num_words]` int64."""
-        at = self._offsets[number]
+        """A block's content at one of its homes, `[num_words]` int64. Raises `MapError` if it is not in the pages."""
+        at = self._offsets[number] // 8
+        if not 0 <= at <= len(self._words) - num_words:
+            raise MapError(f"a block at byte {8 * at} of {8 * len(self._words)} of another process's pages")
         return self._words[at : at + num_words]
 
     def close(self) -> None:
@@ -209,15 +183,14 @@ class ImportedPages:
         self._backend.unmap_exported(self._mapped)
         retry_undo(partial(self._backend.release, self._reserved))
 
-    def _map(self, address: int, fds: Sequence[int]) -> None:
+    def _map(self, fds: Sequence[int]) -> None:
         try:
-            self._backend.map_exported(address, fds)
+            self._backend.map_exported(self._mapped.end, fds)
         finally:
             for fd in fds:
                 os.close(fd)
-        self._mapped = AddressRange(
-            self._reserved.address, address - self._reserved.address + len(fds) * self._backend.page_bytes
-        )
+        num_bytes = self._mapped.num_bytes + len(fds) * self._backend.page_bytes
+        self._mapped = AddressRange(self._reserved.address, num_bytes)
 
 
 class PageImporter(PrefixInstaller):
@@ -227,12 +200,7 @@ class PageImporter(PrefixInstaller):
     def __init__(self, memory: KVMemory, records: Records) -> None:
         super().__init__(memory, records)
         self._backend = exporting(memory)
-        # Of each layer group, the bytes of a record's places.
-        self._sizes = [
-            np.array([8 * len(place) for place in records.places(g, range(count))], np.int64)
-            for g, count in enumerate(records.num_blocks)
-        ]
-        self._imported: dict[FoundPrefix, ImportedPages] = {}
+        self._imported: dict[FoundPrefix, tuple[ImportedPages, Address, int]] = {}  # with the giver, and the export
         self._unmapper = ThreadPoolExecutor(1, "folio-unmap")  # so that no step waits for the driver
 
     @property
@@ -243,18 +211,15 @@ class PageImporter(PrefixInstaller):
         self, prefix: FoundPrefix, link: Link, reply: Any, needed: Sequence[tuple[int, int]], address: Address
     ) -> list[Item]:
         """Map the pages that a giver has announced; returns the records in them. Raises `NotImported`."""
+        starts = list(itertools.accumulate((self._records.num_places[g] for _, g in needed), initial=0))
         try:
-            if self._backend is None:
-                raise ValueError("pages that were not asked for")
-            sizes = [self._sizes[g] for _, g in needed]
-            starts = itertools.accumulate(map(len, sizes), initial=0)
-            offsets, ask = np.frombuffer(link.receive(), np.int64), (address, int(reply["export"]))
-            self._imported[prefix] = ImportedPages(
-                self._backend, link, int(reply["num_pages"]), np.concatenate(sizes), offsets, ask
-            )
-            return [Item(i, g, start) for (i, g), start in zip(needed, starts, strict=False)]
+            number, num_pages, offsets = int(reply["export"]), int(reply["num_pages"]), list(map(int, reply["offsets"]))
+            if self._backend is None or len(offsets) != starts[-1]:
+                raise ValueError("other pages than asked for")
+            self._imported[prefix] = ImportedPages(self._backend, link, num_pages, offsets), address, number
         except (OSError, VmemError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise NotImported(f"{type(error).__name__}: {error}") from error
+        return [Item(i, g, start) for (i, g), start in zip(needed, starts, strict=False)]
 
     def install(self, prefix: FoundPrefix) -> bool:
         try:
@@ -273,30 +238,34 @@ class PageImporter(PrefixInstaller):
         self._unmapper.shutdown()
 
     def _copy_in(self, prefix: FoundPrefix, item: Item, block_ids: Sequence[int]) -> None:
-        if (pages := self._imported.get(prefix)) is None:
-            return super()._copy_in(prefix, item, block_ids)
+        if prefix not in self._imported:
+            super()._copy_in(prefix, item, block_ids)
+            return
+        pages, _, _ = self._imported[prefix]
         for number, place in enumerate(self._records.places(item.group, block_ids), start=item.offset):
             self._records.copy(place, pages.place(number, len(place)))
-        return None
 
     def _intact_end(self, prefix: FoundPrefix) -> float:
-        if (pages := self._imported.get(prefix)) is None:
+        if prefix not in self._imported:
             return super()._intact_end(prefix)
-        backend, (address, number), num_intact = self._memory.backend, pages.ask, 0
-        backend.wait(backend.fence())  # the copies are made
+        _, address, number = self._imported[prefix]
+        self._memory.backend.wait(self._memory.backend.fence())  # the copies are made
+        num_intact = 0
         try:
             with connect(address, remote=False, message_s=_ANSWER_S) as link:
                 link.send_json({"export": number})
                 link.send(b"")
                 num_intact = int(link.receive_json()["num_intact"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.info("a prefix is not installed: its giver does not answer: %s: %s", type(error).__name__, error)
-        prefix.is_intact = prefix.is_intact and num_intact == len(prefix.items)
-        return math.inf if num_intact == len(prefix.items) else prefix.items[num_intact].offset
+            logger.info("a prefix is computed: its giver does not answer: %s: %s", type(error).__name__, error)
+        if num_intact >= len(prefix.items):
+            return math.inf
+        prefix.is_intact = False
+        return prefix.items[num_intact].offset
 
     def _unmap(self, prefix: FoundPrefix) -> None:
-        if (pages := self._imported.pop(prefix, None)) is not None:
-            self._unmapper.submit(_close, pages)
+        if (imported := self._imported.pop(prefix, None)) is not None:
+            self._unmapper.submit(_close, imported[0])
 
 
 def _close(pages: ImportedPages) -> None:

@@ -118,7 +118,7 @@ class PrefixGiver:
         nodes = self._memory.prefixes.match(chain, [*token_ids, 0]).nodes
         num_units = self._num_units(nodes, first)
         needed = list(self._parts.needed(num_units, first))
-        export = self._exporter.note(nodes, num_units, first) if "imports" in asked else None
+        export = self._exporter.note(nodes, num_units, first) if asked.get("imports") else None
         self._wait_for_fence()
         if export is not None:
             self._exporter.give(link, export)
@@ -224,13 +224,12 @@ class PrefixReceiver(PageImporter):
         prefix.num_units, items = first, list[Item]()
         try:
             if not prefix.is_cancelled:
-                imports = self.imports and not self.is_remote(address)
                 try:
-                    self._ask(prefix, asked_units, units, address, items, imports=imports)
+                    self._ask(prefix, asked_units, units, address, items, imports=self.imports)
                 except NotImported as error:
                     logger.info("blocks come through host memory, for pages cannot be imported: %s", error)
                     prefix.num_units = first
-                    self._ask(prefix, asked_units, units, address, items)
+                    self._ask(prefix, asked_units, units, address, items, imports=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.info("a prefix was not handed over: %s: %s", type(error).__name__, error)
         prefix.num_units = self.units_after(prefix.num_units, first, len(items))
@@ -246,20 +245,13 @@ class PrefixReceiver(PageImporter):
             self._memory.lock.notify_all()
 
     def _ask(
-        self,
-        prefix: FoundPrefix,
-        most_units: int,
-        units: bytes,
-        address: str,
-        items: list[Item],
-        *,
-        imports: bool = False,
+        self, prefix: FoundPrefix, most_units: int, units: bytes, address: str, items: list[Item], *, imports: bool
     ) -> None:
         """Ask for units, and set how many the giver has; append the records that have come to `items`."""
         first, remote = prefix.first_units, self.is_remote(address)
         with connect(Address.parse(address), remote=remote) as link:
             asked = {"fingerprint": self._fingerprint(), "keys": prefix.chain.keys, "first_units": first}
-            link.send_json(asked | {"imports": True} if imports else asked)
+            link.send_json(asked | {"imports": imports and not remote})
             link.send(units)
             reply = link.receive_json()
             num_units = int(reply["num_units"])

@@ -23,6 +23,7 @@ class Records:
     Attributes:
         num_blocks: of each layer group, the blocks of a unit.
         num_bytes: of each layer group, the bytes of a record.
+        num_places: of each layer group, the places of a record's blocks, one for each block and home.
         on_host: the blocks are in the host's memory.
     """
 
@@ -31,6 +32,7 @@ class Records:
         unit_tokens = memory.prefixes.unit_tokens
         self.num_blocks = [1 if g.is_state else unit_tokens // g.layout.block_tokens for g in groups]
         self._words = [tensors.home_words(g) for g in range(len(groups))]
+        self.num_places = [count * len(homes) for count, homes in zip(self.num_blocks, self._words, strict=True)]
         content = [
             count * sum(8 * words.shape[1] for words in homes)
             for count, homes in zip(self.num_blocks, self._words, strict=True)

@@ -126,6 +126,8 @@ def test_an_exported_page_shows_its_bytes(case: tuple[Backend, int]) -> None:
     backend.map_exported(reserved.address + size, [fd])
     os.close(fd)
     assert bool((memory[size:] == 7).all())
+    if isinstance(driver := driver_of(backend), StandInDriver):
+        assert driver.cuMemcpyHtoDAsync(reserved.address + size, reserved.address, size, 0) == (1,), "it is read-only"
     backend.unmap(AddressRange(reserved.address, size))
     backend.destroy(handle)
     assert bool((memory[size:] == 7).all())  # the mapping keeps the memory

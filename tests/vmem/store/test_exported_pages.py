@@ -20,8 +20,8 @@ from folio.vmem.prefix.store.link import connect
 from folio.vmem.prefix.store.records import Records
 from folio.vmem.prefix.token_chain import encode_tokens
 from tests.vmem.backends.stand_in_driver import StandInDriver, build, skip_without_stand_in
-from tests.vmem.sequences import run, serve
-from tests.vmem.small_memory import BLOCK_TOKENS, PAGE_BYTES, FlakyCuda, make_memory
+from tests.vmem.sequences import compute, run, serve, submit
+from tests.vmem.small_memory import BLOCK_TOKENS, PAGE_BYTES, FlakyCuda, Tokens, make_memory
 from tests.vmem.store.stores import IDS, SHAPES, wait_for
 
 NUM_PAGES = 40
@@ -138,12 +138,18 @@ def test_units_that_were_evicted_before_the_copy_ended_are_computed(num_evicted:
 def test_blocks_that_are_the_same_again_are_not_trusted() -> None:
     """They may have had other content while they were copied."""
     with pair() as made:
-        prefix = made.fetch()
-        made.evict()
-        serve(made.first, IDS, 0)
-        made.driver.finish_work()
+        prefix, tree, pool = made.fetch(), made.first.tree, made.first.group_memories[0].pool
+        with made.first.lock.exclusive():
+            [*_, node] = tree.find(prefix.chain, 6)
+            block_ids = node.blocks[0] or ()
+            pool.acquire_cached(block_ids)
+            node.references += 1  # it stays known meanwhile
+            tree.unindex_blocks(node, 0)
+            tree.index_blocks(node, 0, (*block_ids,))
+            node.references -= 1
+            pool.free(block_ids, fence=0, now=0.0)
         made.receiver.install(prefix)
-        run(made.second, [*IDS, 1], 0)
+        run(made.second, [*IDS, 1], 5 * BLOCK_TOKENS)
 
 
 def test_windows_are_installed_whole_or_not_at_all() -> None:
@@ -171,11 +177,54 @@ def test_without_an_answer_nothing_is_installed(fault: Callable[[Pair], None]) -
         run(made.second, [*IDS, 1], 0)
 
 
-@pytest.mark.parametrize("is_done", [False, True])
-def test_pages_are_unmapped_when_no_one_waits_for_them(is_done: bool) -> None:
+def test_the_copy_is_made_when_the_giver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair() as made:
-        prefix = made.fetch() if is_done else made.begin()
-        made.receiver.drop(prefix)
+        prefix, copy, num_intact = made.fetch(), made.receiver._records.copy, made.giver._exporter.num_intact
+        running: list[int] = []
+        monkeypatch.setattr(made.receiver._records, "copy", lambda *args: made.driver.launch(set()) or copy(*args))
+        monkeypatch.setattr(
+            made.giver._exporter,
+            "num_intact",
+            lambda number: running.append(made.driver.num_running) or num_intact(number),
+        )
+        made.receiver.install(prefix)
+        assert running == [0]
+
+
+def test_a_step_that_may_write_the_blocks_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "_FENCE_S", 0.05)
+    with pair() as made:
+        made.driver.launch(set())
+        made.first.launched()
+        assert made.fetch().num_units == 0
+
+
+def test_units_that_a_step_will_write_are_not_given() -> None:
+    with pair() as made:
+        made.evict()
+        tokens = Tokens(made.first.prefixes.chain(), IDS)
+        sequence = submit(made.first, tokens, 0)
+        assert made.fetch().num_units == 0
+        compute(made.first, (sequence, tokens, 0))
+
+
+def test_no_page_is_exported_whose_blocks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair() as made:
+        monkeypatch.setattr(made.giver, "_wait_for_fence", made.first.release_all)
+        num_calls = len(made.driver.calls)
+        assert made.fetch().num_units == 0
+        assert "cuMemExportToShareableHandle" not in made.driver.calls[num_calls:]
+
+
+@pytest.mark.parametrize("end", ["installed", "dropped", "dropped while it comes", "closed"])
+def test_pages_are_unmapped_when_no_one_waits_for_them(end: str) -> None:
+    with pair() as made:
+        prefix = made.begin() if end == "dropped while it comes" else made.fetch()
+        if end == "installed":
+            made.receiver.install(prefix)
+        elif end != "closed":
+            made.receiver.drop(prefix)
+        wait_for(lambda: prefix.is_done and (end == "closed" or not made.receiver._imported))
 
 
 def test_a_page_that_the_giver_gives_back_lives_until_it_is_unmapped() -> None:

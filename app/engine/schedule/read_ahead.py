@@ -75,7 +75,7 @@ class ReadAhead:
         """
         for ended in [other for other in self._reads if not other.sequences]:
             read = self._reads.pop(ended)
-            read.source.installer.drop(read.prefix)
+            read.source.installer.cancel(read.prefix)
         sequence = request.sequences[0]
         num_bytes = sum(read.prefix.num_bytes for read in self._reads.values())
         if request in self._reads or (num_bytes >= _MOST_BYTES and not is_head) or sequence.reads_whole_prompt:
@@ -111,7 +111,7 @@ class ReadAhead:
             if not is_late:
                 return True
             del self._reads[request]
-            read.source.installer.drop(prefix)
+            read.source.installer.cancel(prefix)
             self._recovery.observe_read(read.source.name, prefix.num_bytes, now - read.began)
             return False
         if not fits(read.source.installer.pages_needed(prefix)):

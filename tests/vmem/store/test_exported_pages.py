@@ -216,14 +216,14 @@ def test_no_page_is_exported_whose_blocks_are_gone(monkeypatch: pytest.MonkeyPat
         assert "cuMemExportToShareableHandle" not in made.driver.calls[num_calls:]
 
 
-@pytest.mark.parametrize("end", ["installed", "dropped", "dropped while it comes", "closed"])
+@pytest.mark.parametrize("end", ["installed", "cancelled", "cancelled while it comes", "closed"])
 def test_pages_are_unmapped_when_no_one_waits_for_them(end: str) -> None:
     with pair() as made:
-        prefix = made.begin() if end == "dropped while it comes" else made.fetch()
+        prefix = made.begin() if end == "cancelled while it comes" else made.fetch()
         if end == "installed":
             made.receiver.install(prefix)
         elif end != "closed":
-            made.receiver.drop(prefix)
+            made.receiver.cancel(prefix)
         wait_for(lambda: prefix.is_done and (end == "closed" or not made.receiver._imported))
 
 
@@ -232,7 +232,7 @@ def test_a_page_that_the_giver_gives_back_lives_until_it_is_unmapped() -> None:
         prefix, before = made.fetch(), made.driver.used_bytes
         made.first.release_all()
         assert made.driver.used_bytes == before
-        made.receiver.drop(prefix)
+        made.receiver.cancel(prefix)
         made.receiver.close()
         assert made.driver.used_bytes == before - 6 * PAGE_BYTES
 

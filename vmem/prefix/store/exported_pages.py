@@ -227,8 +227,8 @@ class PageImporter(PrefixInstaller):
         finally:
             self._unmap(prefix)
 
-    def drop(self, prefix: FoundPrefix) -> None:
-        super().drop(prefix)
+    def cancel(self, prefix: FoundPrefix) -> None:
+        super().cancel(prefix)
         self._unmap(prefix)
 
     def close(self) -> None:

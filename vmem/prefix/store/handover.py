@@ -138,7 +138,7 @@ class PrefixGiver:
 
     def _wait_for_fence(self) -> None:
         deadline, fence = time.monotonic() + _FENCE_S, self._memory.mapper.fence
-        while not self._memory.backend.completed(fence):  # other steps follow it
+        while not self._memory.backend.completed(fence):
             if time.monotonic() > deadline:
                 raise VmemError("a step takes long")
             time.sleep(_POLL_S)
@@ -240,7 +240,7 @@ class PrefixReceiver(PageImporter):
         prefix.seconds = time.perf_counter() - began
         prefix.is_done = True
         if prefix.is_cancelled:
-            self.drop(prefix)
+            self.cancel(prefix)
         with self._memory.lock:
             self._memory.lock.notify_all()
 

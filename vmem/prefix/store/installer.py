@@ -135,7 +135,7 @@ class PrefixInstaller:
         finally:
             memory.allocator.free(group, block_ids[::-1])  # cached from now on, the end to be evicted first
 
-    def drop(self, prefix: FoundPrefix) -> None:
+    def cancel(self, prefix: FoundPrefix) -> None:
         """End reading early; what has been read is not installed."""
         prefix.is_cancelled = True
 

@@ -14,9 +14,10 @@ either kind counts, for each pair of limits by itself.
 **Requests.** The Mooncake conversations ("chat": prompts of 12,000 tokens, answers of 340), TTFT within 3 s, and the
 Azure code completions ("code": 2,000 and 28), TTFT within 0.5 s; arrivals faster or slower than in the trace.
 
-**Devices.** 4 H200, and 8 for chat, with Llama-3-8B's shape, by the data sheet; links of 50 GB/s for each, and blocks
-sent while the prompt is computed. Variants, of chat on 4 replicas: slower links; nothing sent before the first token;
-prompts of which a decode replica lacks little are computed there; steps that read weights while they multiply, so that
+**Devices.** 4 H200, and 8 for chat, with Llama-3-8B's shape, by the data sheet; links of 50 GB/s for each, and each
+step's blocks sent while the next step computes the prompt's next tokens, as Folio does. Variants, of chat on 4
+replicas: slower links; nothing sent before the first token; eight layer groups sent while the next ones of the same
+step are computed; prompts of which a decode replica lacks little are computed there; steps that read weights while they multiply, so that
 chunks cost less beside decodes; 70B's shape on replicas of 8 devices each, with eight links.
 
 --quick: one load and two candidates of either kind.
@@ -178,6 +179,7 @@ def cases() -> dict[str, tuple[Kind, list[Candidate]]]:
     found["chat_overlapped"] = "chat", mixed(both, 4) + by_role(both, 4)[USUAL]
     for rate in SLOW_LINKS:
         found[f"chat_link_{rate / 1e9:g}"] = "chat", by_role(DEVICE, 4, replace(LINK, bytes_per_s=rate))[USUAL]
+    found["chat_layers"] = "chat", by_role(DEVICE, 4, replace(LINK, parts=8))[USUAL]
     found["chat_after"] = "chat", by_role(DEVICE, 4, replace(LINK, parts=0))[USUAL]
     found["chat_direct"] = "chat", by_role(DEVICE, 4, least_tokens=LEAST_TOKENS)[USUAL]
     return found

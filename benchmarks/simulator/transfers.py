@@ -15,12 +15,13 @@ class Link:
     Attributes:
         bytes_per_s: of one direction.
         token_bytes: of a token's keys and values.
-        parts: layer groups that are sent while the next ones are computed. 0: nothing is sent before the first token.
+        parts: layer groups that are sent while the next ones are computed; 1: steps, which compute all layers. 0:
+            nothing is sent before the first token.
     """
 
     bytes_per_s: float
     token_bytes: int
-    parts: int = 8
+    parts: int = 1
 
 
 class Transfers:

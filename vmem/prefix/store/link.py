@@ -78,7 +78,7 @@ class Link:
     def is_remote(self) -> bool:
         return self._keys is not None
 
-    def send(self, content: bytes | bytearray) -> None:
+    def send(self, content: bytes | bytearray | memoryview) -> None:
         self._connection.settimeout(_MESSAGE_S)
         self._connection.sendall(_LENGTH.pack(len(content)))
         self._connection.sendall(content)

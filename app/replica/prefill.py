@@ -30,14 +30,16 @@ async def _fetched(requests: RequestStreams, call: GenerateRequest, replica: str
     if engine is None or (handover := engine.driver.engine.handover) is None:
         return
     chain = engine.driver.engine.memory.prefixes.chain(engine.driver.engine.intake.prefix_keys(call))
-    prefix = await asyncio.to_thread(handover.receiver.fetch_ahead, chain, call.prompt_token_ids, call.held_at)
-    if prefix is None:
-        return
+    receiver = handover.receiver
+    found = asyncio.get_running_loop().run_in_executor(
+        None, receiver.fetch_ahead, chain, call.prompt_token_ids, call.held_at
+    )
     try:
-        yield replica
-        await asyncio.Event().wait()  # until the caller closes the stream
+        if await asyncio.shield(found) is not None:
+            yield replica
+            await asyncio.Event().wait()  # until the caller closes the stream
     finally:
-        handover.receiver.drop(prefix)
+        found.add_done_callback(lambda found: receiver.drop(found.result()))  # the caller may have gone before
 
 
 async def _first_pieces(

@@ -17,8 +17,8 @@ Azure code completions ("code": 2,000 and 28), TTFT within 0.5 s; arrivals faste
 **Devices.** 4 H200, and 8 for chat, with Llama-3-8B's shape, by the data sheet; links of 50 GB/s for each, and each
 step's blocks sent while the next step computes the prompt's next tokens, as Folio does. Variants, of chat on 4
 replicas: slower links; nothing sent before the first token; eight layer groups sent while the next ones of the same
-step are computed; prompts of which a decode replica lacks little are computed there; steps that read weights while they multiply, so that
-chunks cost less beside decodes; 70B's shape on replicas of 8 devices each, with eight links.
+step are computed; prompts of which a decode replica lacks little are computed there; steps that read weights while they
+multiply, so that chunks cost less beside decodes; 70B's shape on replicas of 8 devices each, with eight links.
 
 --quick: one load and two candidates of either kind.
 """

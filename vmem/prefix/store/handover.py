@@ -282,12 +282,12 @@ class PrefixReceiver(PrefixInstaller):
         self._ahead_pool.submit(self._fetch, prefix, units, address, self._ask_ahead)
         return prefix
 
-    def drop(self, prefix: FoundPrefix) -> None:
-        """Forget a prefix that is fetched ahead, unless its request has come."""
+    def drop(self, prefix: FoundPrefix | None) -> None:
+        """Forget what `fetch_ahead` has returned, unless its request has come."""
         for digest, other in list(self._ahead.items()):
             if other is prefix:
                 self._ahead.pop(digest, None)
-        if not prefix.is_awaited:
+        if prefix is not None and not prefix.is_awaited:
             prefix.is_cancelled = True
 
     def is_remote(self, address: str) -> bool:

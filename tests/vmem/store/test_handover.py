@@ -203,20 +203,20 @@ def test_what_has_come_is_used_when_the_rest_does_not(ends: str, remote: bool, c
         run(second, [*IDS, 1], 4 * BLOCK_TOKENS)
 
 
-@pytest.mark.parametrize("fault", ["model", "adapter", "gone", "windows", "many", "many given"])
+@pytest.mark.parametrize("fault", ["model", "adapter", "gone", "windows", "many", "bytes", "many given"])
 def test_nothing_comes_ahead_from_others(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or of layers with windows, which need the end of the prompt, or when enough is coming."""
-    monkeypatch.setattr(handover, "_MOST_AHEAD", 1)
+    monkeypatch.setattr(handover, "_MOST_AHEAD_BYTES" if fault == "bytes" else "_MOST_AHEAD", 1)
     shape = {"windowed": True} if fault == "windows" else {}
     with memories(other="g" if fault == "model" else "f", **shape) as (first, giver, second, receiver):
         serve(first, IDS, keys=(keys := ("adapter:x",) if fault == "adapter" else ()))
         address = "folio-kv-nobody" if fault == "gone" else str(giver.address)
-        if fault == "many":
+        if fault in ("many", "bytes"):
             assert receiver.fetch_ahead(second.prefixes.chain(()), IDS[: 2 * BLOCK_TOKENS], "folio-kv-nobody")
         if fault == "many given":
             giver._places_ahead.acquire()
         prefix = receiver.fetch_ahead(second.prefixes.chain(keys), [*IDS, 1], address)
-        assert (prefix is None) == (fault in ("windows", "many"))
+        assert (prefix is None) == (fault in ("windows", "many", "bytes"))
         wait_for(lambda: prefix is None or prefix.is_done)
         assert not receiver.num_bytes
         run(second, [*IDS, 1], 0, keys)

@@ -43,6 +43,8 @@ _Ask = Callable[[FoundPrefix, int, bytes, str, list[Item]], None]
 
 # Prefixes received at once, those that are received or given while they are computed, and prefixes given at once.
 _MOST_FETCHES, _MOST_AHEAD, _MOST_GIVEN = 4, 8, 16
+# Host memory of prefixes that are fetched ahead; one may have more.
+_MOST_AHEAD_BYTES = 2 << 30
 # Longest wait for a step that may still write what is to be copied.
 _FENCE_S, _POLL_S = 1.0, 0.001
 # Interval between looks at units that are being computed, between signs of life meanwhile, and longest wait for a unit.
@@ -274,7 +276,10 @@ class PrefixReceiver(PrefixInstaller):
         thread. `None` if nothing is to be fetched, if enough is, or if layers read only a window or a state, so that it
         cannot be used in parts."""
         prefix = self._missing(chain, token_ids)
-        if prefix is None or not self.reads_all_units or len(self._ahead) >= _MOST_AHEAD:
+        if prefix is None or not self.reads_all_units:
+            return None
+        num_bytes = sum(other.num_bytes for other in list(self._ahead.values()))
+        if len(self._ahead) >= _MOST_AHEAD or (num_bytes and num_bytes + prefix.num_bytes > _MOST_AHEAD_BYTES):
             return None
         if self._ahead.setdefault(chain.digests[prefix.num_units - 1], prefix) is not prefix:
             return None

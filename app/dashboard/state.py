@@ -272,7 +272,8 @@ class Candidate(State):
 
 class Decision(State):
     """Why a request went to a replica. `reason`: cost, session, fork, retry, continued (it was at another one),
-    no report, first was full, or the policy's name; `candidates`: the best four."""
+    prefill, decode (roles), fetch (it gets a prompt's blocks while another one computes them), no report, first was
+    full, or the policy's name; `candidates`: the best four."""
 
     ago_s: float
     request_id: str

@@ -50,6 +50,9 @@ class GenerateRequest(EngineRequest):
         begun_by: the replica that has begun the outputs of `begun`; only replicas with its model continue them.
         shows_progress: the replica sends a `Progress` every `PROGRESS_S` without output.
         whole: the caller puts the pieces together, and needs them only for a continuation: they come seldom.
+        fetches: a replica is to get the prompt's blocks from `held_at`, while they are computed there, and keep them
+            for the call itself until this one is closed. Its only item is the replica's name.
+        fetched_by: a replica that does so: it gets the call.
     """
 
     adapter_key: str | None = None
@@ -65,6 +68,8 @@ class GenerateRequest(EngineRequest):
     begun_by: str = ""
     shows_progress: bool = False
     whole: bool = False
+    fetches: bool = False
+    fetched_by: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """Roles: prompts are computed at some replicas and decoded at others (`routing.prefill_share`).
 
 Every engine can do both, so roles concern only where requests go: a new prompt to a prefill replica, and after its
-first token, with its blocks, to a decode replica. A replica of the other role is the last resort: no request is lost
-when all replicas of a role are gone.
+first token to a decode replica, which gets most of its blocks while they are computed. A replica of the other role is
+the last resort: no request is lost when all replicas of a role are gone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from folio.app.errors import UnavailableError
 from folio.app.fleet.fleet import Fleet, RoutedRequest
 from folio.app.fleet.messages import Piece
 from folio.app.fleet.policies import LeastLoaded, Policy
+
+
+class Prefilling(str):
+    """The name of the replica that computes a call's prompt, and does not decode it. It comes at once, so that a decode
+    replica gets the blocks meanwhile."""
 
 
 class Prefilled(list[Piece]):
@@ -41,6 +46,10 @@ class Roles:
         """Take the replicas that get requests."""
         count = min(max(round(self._share * len(replicas)), 1), len(replicas) - 1) if self._share else 0
         self.prefill = frozenset(sorted(replicas)[: max(count, 0)])
+
+    def of(self, name: str) -> str:
+        """The role of a replica; empty if all do both."""
+        return ("prefill" if name in self.prefill else "decode") if self.prefill else ""
 
     def split(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
         """The prefill replicas among these, and the others."""

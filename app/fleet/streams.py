@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, 
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ _MOST_ITEMS_S = 5000.0
 # Largest share of the replica's loop, with the tokens of all steps, requests and reports; and the time after which it
 # is measured again.
 _LOOP_SHARE, _MEASURED_S = 0.5, 0.5
+
+# A gRPC message holds 4 MiB. An output token takes up to 16 bytes, id and text: all outputs of a call with this many
+# tokens fit into half a message, even when a slow reader gets them in one item.
+_MOST_TOKENS_BY_VALUE = 131_072
 
 T = TypeVar("T")
 
@@ -139,6 +144,12 @@ async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
+
+
+def fits_by_value(params: SamplingParams) -> bool:
+    """Whether every item of a stream with these parameters fits into a message."""
+    is_small = params.n == 1 if params.max_tokens is None else params.n * params.max_tokens <= _MOST_TOKENS_BY_VALUE
+    return is_small and params.logprobs is None and params.prompt_logprobs is None
 
 
 def affordable_items_per_s(budget: float, num_items: int, loop_s: float, wall_s: float) -> float:

@@ -24,7 +24,7 @@ from folio.app.fleet.streams import StreamPace, interleave
 from folio.app.tracing import traced
 
 if TYPE_CHECKING:
-    from folio.app.engine.async_engine import Pace
+    from folio.app.engine.async_engine import AsyncEngine, Pace
     from folio.app.shelf.shelf import Shelf
     from folio.app.shelf.shelved_model import ShelvedModel
 
@@ -97,7 +97,7 @@ class RequestStreams:
             return self._generated(call, pace)
         if call.replica != self._replica:
             raise UnknownRequestError(f"the replica that had the request {call.fork_of!r} is gone", "request_id")
-        if (engine := self._shelf.model(call.model or self._first).engine) is None:
+        if (engine := self.engine_of(call.model)) is None:
             raise UnknownRequestError(f"there is no request {call.fork_of!r} here", "request_id")
         return engine.fork(
             call.fork_of,
@@ -113,9 +113,12 @@ class RequestStreams:
     def has_output(self, model: str, request_id: str, index: int) -> bool:
         """Whether a fork can continue that output here."""
         with suppress(UnknownModelError):
-            engine = self._shelf.model(model or self._first).engine
-            return engine is not None and engine.has_output(request_id, index)
+            return (engine := self.engine_of(model)) is not None and engine.has_output(request_id, index)
         return False
+
+    def engine_of(self, model: str) -> AsyncEngine | None:
+        """The engine of a model, if it is loaded. Raises `UnknownModelError`."""
+        return self._shelf.model(model or self._first).engine
 
     async def _generated(self, request: GenerateRequest, pace: Pace) -> AsyncGenerator[list[Delta], None]:
         try:

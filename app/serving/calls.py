@@ -15,21 +15,17 @@ from ray.serve.handle import DeploymentHandle
 
 from folio.app.compat.ray import by_value, call_broken_error, streaming_handle, translate_failures
 from folio.app.engine.report import Progress
-from folio.app.engine.sampling.params import SamplingParams
 from folio.app.errors import OverloadedError, UnavailableError, UnknownRequestError
 from folio.app.fleet.departures import DEPARTURES, CallMovedError, PlacedCall
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece, ServedPooling, grouped_to_pool, whole_outputs
 from folio.app.fleet.overload import LoadShedder
 from folio.app.fleet.retry import CallRetries, CallWindow, Reason
 from folio.app.fleet.roles import Prefilled, PrefilledError
-from folio.app.fleet.streams import SILENCE_S, interleave, without_heartbeats
+from folio.app.fleet.streams import SILENCE_S, fits_by_value, interleave, without_heartbeats
 from folio.app.http.request_context import current_context
-from folio.app.serving.peers import answers_of_each, holder_of
+from folio.app.serving.peers import BlocksAhead, answers_of_each, holder_of
 from folio.app.serving.shared_streams import ExpectedStream, SharedReader
 
-# A gRPC message holds 4 MiB. An output token takes up to 16 bytes, id and text: all outputs of a call with this many
-# tokens fit into half a message, even when a slow reader gets them in one item.
-_MOST_TOKENS_BY_VALUE = 131_072
 # Timeout of calls that all replicas carry out, such as computing a pinned prefix.
 ANSWER_TIMEOUT_S = 120.0
 
@@ -158,11 +154,11 @@ class ReplicaClient:
         self, call: GenerateRequest | ForkCall, arrived: float | None = None, window: CallWindow | None = None
     ) -> AsyncGenerator[Piece, None]:
         """The call's pieces, of as many replicas as it takes."""
-        async with window.call_slot() if window else nullcontext():
+        async with window.call_slot() if window else nullcontext(), BlocksAhead(self._handle) as ahead:
             retries = CallRetries(call, self._shedders.get(call.model, self._shedder), arrived, window)
             while True:
                 try:
-                    async with aclosing(self._pieces(retries)) as pieces:
+                    async with aclosing(self._pieces(retries, ahead)) as pieces:
                         async for piece in pieces:
                             yield retries.delivered(piece)
                     return
@@ -178,10 +174,10 @@ class ReplicaClient:
         elif reason is not None:
             self._num_retries.inc(tags={"reason": reason})
 
-    async def _pieces(self, retries: CallRetries) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, retries: CallRetries, ahead: BlocksAhead) -> AsyncGenerator[Piece, None]:
         """The pieces of a replica's stream. The call is sent when the first piece is requested: a stream that is never
         read needs no cancellation."""
-        call, shared = self._expect(retries.next_call())
+        call, shared = self._expect(retries.next_call(ahead.replica))
         handle = streaming_handle(self._handle, by_value=fits_by_value(call.params))
         response: Any = None
         finished, place = False, None
@@ -208,6 +204,7 @@ class ReplicaClient:
                         place = DEPARTURES.place(PlacedCall(replica, call.model, response.cancel, retries.can_leave))
                         retries.note_place(replica)
                     pieces = [] if isinstance(item, str) else item  # a name: the first piece is late
+                    ahead.note(call, item)
                     if pieces and shared is not None and shared[1].replica is None:
                         shared[0].begun(shared[1], place.replica)
                     for piece in pieces:
@@ -252,9 +249,3 @@ async def _answered(response: Any) -> Any:
     except asyncio.CancelledError:
         response.cancel()
         raise
-
-
-def fits_by_value(params: SamplingParams) -> bool:
-    """Whether every item of a stream with these parameters fits into a message."""
-    is_small = params.n == 1 if params.max_tokens is None else params.n * params.max_tokens <= _MOST_TOKENS_BY_VALUE
-    return is_small and params.logprobs is None and params.prompt_logprobs is None

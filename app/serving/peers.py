@@ -6,15 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from folio.app.compat.ray import CALL_ERRORS, folio_error, replica_results
-from folio.app.errors import UnavailableError
-from folio.app.fleet.messages import ForkCall, HotPrefixes
+from folio.app.compat.ray import CALL_ERRORS, folio_error, replica_results, streaming_handle, translate_failures
+from folio.app.errors import FolioError, UnavailableError
+from folio.app.fleet.departures import DEPARTURES
+from folio.app.fleet.messages import ForkCall, GenerateRequest, HotPrefixes
+from folio.app.fleet.roles import Prefilled, Prefilling
 from folio.vmem import CachedPrefix
 
 logger = logging.getLogger(__name__)
@@ -77,6 +80,56 @@ def _broadcast(deployment: str, app_name: str, timeout_s: float, method: str, *a
                 time.sleep(_RETRY_S)
     finally:
         handle.shutdown()
+
+
+class BlocksAhead:
+    """Blocks of a call's prompt, on their way to the replica that will decode it, while another one computes them.
+
+    Attributes:
+        replica: the one that gets them; empty if none does, or not yet.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._following: asyncio.Task[None] | None = None
+        self.replica = ""
+
+    def note(self, call: GenerateRequest | ForkCall, item: object) -> None:
+        """Begin when a replica says that it computes the prompt, and end with the first pieces of another one."""
+        if isinstance(call, GenerateRequest) and isinstance(item, Prefilling):
+            self._begin(call, item)
+        elif isinstance(item, list) and not isinstance(item, Prefilled):
+            self.close()
+
+    def _begin(self, call: GenerateRequest, prefills: str) -> None:
+        self.close()  # the first replica that computed them is gone
+        held_at = DEPARTURES.held_at(prefills, call.model)
+        fetching = replace(call, fetches=True, begun_by=prefills, held_at=held_at, share=None, shows_progress=False)
+        self._following = asyncio.create_task(self._follow(fetching))
+
+    async def _follow(self, fetching: GenerateRequest) -> None:
+        stream: Any = streaming_handle(self._handle, by_value=True).generate_stream.remote(fetching)
+        try:
+            with translate_failures():
+                try:
+                    async for item in stream:
+                        self.replica = item if isinstance(item, str) else self.replica
+                except asyncio.CancelledError:
+                    stream.cancel()
+                    raise
+        except FolioError as error:
+            logger.info("blocks are not fetched while they are computed: %s", error)
+
+    def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+
+    async def __aenter__(self) -> BlocksAhead:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.close()
 
 
 async def holder_of(handle: DeploymentHandle[Any], call: ForkCall) -> str | None:

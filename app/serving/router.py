@@ -316,8 +316,8 @@ class FolioRouter(BoundedWaitRouter):
             ranked = [call.replica]  # the only one that can; without it any replica answers with the error
         else:
             ranked = waiting.route.policy.rank_replicas(request, names, now)
-            if generates and call.crowded:
-                ranked.sort(key=call.crowded.__contains__)
+            if generates:
+                _move(call, ranked)
         if not ranked:
             return []
         if DECISIONS.is_on and isinstance(call, GenerateRequest | ForkCall):
@@ -347,9 +347,11 @@ class FolioRouter(BoundedWaitRouter):
         if isinstance(call, ForkCall):
             reason, scores = "fork", []
         elif call.begun or call.held_at:
-            reason = CONTINUED
+            reason = "fetch" if call.fetches else CONTINUED
         elif call.crowded or call.refused_by or call.stopped:
             reason = "retry"
+        elif role := self._roles.of(ranked[0]):
+            reason = role
         elif self._policy_name != "prefix_aware":
             reason = self._policy_name
         elif not scores:
@@ -374,7 +376,12 @@ class FolioRouter(BoundedWaitRouter):
         # Blocks of an adapter's prompts are not handed over, and these read the whole prompt again.
         stays = call.adapter is not None or call.pooling is not None or call.params.prompt_logprobs is not None
         return RoutedRequest(
-            request_id, call.num_prompt_tokens + num_begun, keys, session, is_begun=num_begun > 0, stays=stays
+            request_id,
+            call.num_prompt_tokens + num_begun,
+            keys,
+            session,
+            is_begun=bool(num_begun or call.begun_by),
+            stays=stays,
         )
 
     def _note_placed(self, future: asyncio.Future[RunningReplica]) -> None:
@@ -406,6 +413,12 @@ class FolioRouter(BoundedWaitRouter):
 
 def _call_of(pending: PendingRequest) -> Any:
     return pending.args[0] if pending.args else None
+
+
+def _move(call: GenerateRequest, ranked: list[str]) -> None:
+    """Rank the replica that has fetched a call's blocks first, and crowded ones last."""
+    if call.crowded or call.fetched_by:
+        ranked.sort(key=lambda name: (name != call.fetched_by, name in call.crowded))
 
 
 def _may_get(call: GenerateRequest, replica: str) -> bool:

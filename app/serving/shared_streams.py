@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 1.0
 # Pause after a shared stream that failed.
 _AGAIN_S = 1.0
-# Output tokens of a message without its last piece, which may have as many as `calls.fits_by_value` allows.
+# Output tokens of a message without its last piece, which may have as many as `streams.fits_by_value` allows.
 _MOST_TOKENS = 32_768
 
 # Number of the request, and the fields of its `Piece` but the replica. Text `None`: the request's own stream has its
@@ -110,10 +110,10 @@ class SharedStreams:
                 del self._outlets[call.ingress]
 
     async def route_pieces(
-        self, lists: AsyncGenerator[list[Piece] | GenerateRequest, None], share: SharedStreamKey | None
-    ) -> AsyncGenerator[list[Piece] | GenerateRequest | int, None]:
+        self, lists: AsyncGenerator[list[Piece] | GenerateRequest | str, None], share: SharedStreamKey | None
+    ) -> AsyncGenerator[list[Piece] | GenerateRequest | str | int, None]:
         """The items of the request's own stream: lists of pieces until there is a shared stream, at least one; then the
-        number of that stream, and nothing more.
+        number of that stream, and nothing more. A replica's name comes before them.
 
         Raises:
             UnavailableError: the shared stream has broken.
@@ -131,7 +131,7 @@ class SharedStreams:
                     yield outlet.connection
                 if outlet is None:
                     yield pieces
-                    has_output = True
+                    has_output = isinstance(pieces, list)
                     continue
                 assert isinstance(pieces, list)  # forks, which begin otherwise, have no share
                 if not outlet.is_open:

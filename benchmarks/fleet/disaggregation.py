@@ -14,10 +14,11 @@ either kind counts, for each pair of limits by itself.
 **Requests.** The Mooncake conversations ("chat": prompts of 12,000 tokens, answers of 340), TTFT within 3 s, and the
 Azure code completions ("code": 2,000 and 28), TTFT within 0.5 s; arrivals faster or slower than in the trace.
 
-**Devices.** 4 H200, and 8 for chat, with Llama-3-8B's shape, by the data sheet; links of 50 GB/s for each, and blocks
-sent while the prompt is computed. Variants, of chat on 4 replicas: slower links; nothing sent before the first token;
-prompts of which a decode replica lacks little are computed there; steps that read weights while they multiply, so that
-chunks cost less beside decodes; 70B's shape on replicas of 8 devices each, with eight links.
+**Devices.** 4 H200, and 8 for chat, with Llama-3-8B's shape, by the data sheet; links of 50 GB/s for each, and each
+step's blocks sent while the next step computes the prompt's next tokens, as Folio does. Variants, of chat on 4
+replicas: slower links; steps of up to 8,192 tokens instead of 2,048; nothing sent before the first token; prompts of
+which a decode replica lacks little are computed there; steps that read weights while they multiply, so that chunks cost
+less beside decodes; 70B's shape on replicas of 8 devices each, with eight links.
 
 --quick: one load and two candidates of either kind.
 """
@@ -71,6 +72,8 @@ HOPELESS = 0.6
 SLOW_LINKS = (12.5e9, 3e9, 1e9)
 USUAL = slice(1, None)  # ratios of 4 replicas without the one that computes too few prompts
 LEAST_TOKENS = 1024
+# Of steps that compute prompts only: long enough for products, short enough that a part of a prompt is sent early.
+STEP_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +164,11 @@ def mixed(device: Device, num_replicas: int) -> list[Candidate]:
     ]
 
 
-def by_role(device: Device, num_replicas: int, link: Link = LINK, least_tokens: int = 0) -> list[Candidate]:
+def by_role(
+    device: Device, num_replicas: int, link: Link = LINK, least_tokens: int = 0, step_tokens: int = STEP_TOKENS
+) -> list[Candidate]:
     """Replicas with roles, in every ratio."""
+    device = replace(device, step_tokens=step_tokens)
     base = partial(Candidate, device=device, num_replicas=num_replicas, link=link, least_tokens=least_tokens)
     return [base(name=f"{n} prefill, {num_replicas - n} decode", num_prefill=n) for n in range(1, num_replicas)]
 
@@ -178,7 +184,8 @@ def cases() -> dict[str, tuple[Kind, list[Candidate]]]:
     found["chat_overlapped"] = "chat", mixed(both, 4) + by_role(both, 4)[USUAL]
     for rate in SLOW_LINKS:
         found[f"chat_link_{rate / 1e9:g}"] = "chat", by_role(DEVICE, 4, replace(LINK, bytes_per_s=rate))[USUAL]
-    found["chat_after"] = "chat", by_role(DEVICE, 4, replace(LINK, parts=0))[USUAL]
+    found["chat_long_steps"] = "chat", by_role(DEVICE, 4, step_tokens=DEVICE.step_tokens)[USUAL]
+    found["chat_after"] = "chat", by_role(DEVICE, 4, replace(LINK, overlaps=False))[USUAL]
     found["chat_direct"] = "chat", by_role(DEVICE, 4, least_tokens=LEAST_TOKENS)[USUAL]
     return found
 

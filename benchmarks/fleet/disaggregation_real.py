@@ -5,7 +5,7 @@ answers of 96 tokens to short questions, one after the other; a fourth one has d
 with answers of 32 tokens, and a pause between them. All prompts differ.
 
     gap      between two pieces of an answer to a question: the 95th percentile, and the largest
-    pause    from a document's first token to its second: with roles the call and its blocks move meanwhile
+    pause    from a document's first token to its second: with roles the call moves meanwhile, and the last blocks
     ttft     of documents, and of questions
 
 One machine's cores and memory bandwidth are shared by both replicas, so that roles free no device here.
@@ -109,12 +109,13 @@ def main() -> None:
             app.deploy(timeout_s=TIMEOUT_S, num_replicas=2)
             app.wait_until(lambda app=app: len(app.processes()) == 2, TIMEOUT_S)  # type: ignore[misc]
             run(app, 5.0)  # warms up
+            before = app.counted("folio_received_bytes")
             runs[way].append(run(app, seconds))
             print(
                 f"round {number + 1}, {way}: " + ", ".join(f"{k} {v:.3g}" for k, v in runs[way][-1].items()), flush=True
             )
             if way == "roles":
-                received += app.counted("folio_received_bytes")
+                received += app.counted("folio_received_bytes") - before
     figures = {f"{key}_{way}": statistics.median(r[key] for r in runs[way]) for way in WAYS for key in runs[way][0]}
     for key in ("gap_p95_s", "gap_max_s", "pause_s", "document_ttft_s", "question_ttft_s"):
         ratio = harness.median_ratio(*([run_of[key] for run_of in runs[way]] for way in ("roles", "mixed")))

@@ -15,12 +15,12 @@ class Link:
     Attributes:
         bytes_per_s: of one direction.
         token_bytes: of a token's keys and values.
-        parts: layer groups that are sent while the next ones are computed. 0: nothing is sent before the first token.
+        overlaps: a step's blocks are sent while the next step is computed; else nothing is before the first token.
     """
 
     bytes_per_s: float
     token_bytes: int
-    parts: int = 8
+    overlaps: bool = True
 
 
 class Transfers:
@@ -33,7 +33,7 @@ class Transfers:
     @property
     def overlap(self) -> bool:
         """Whether blocks are sent while a prompt is computed."""
-        return self._link.parts > 0
+        return self._link.overlaps
 
     def end(self, served: Served, giver: str, receiver: str, num_cached: int) -> float:
         """When all blocks of a prompt, computed just now, are at the receiver, which has cached so many tokens of
@@ -44,11 +44,10 @@ class Transfers:
         num_tokens = served.arrival.num_tokens - num_cached
         seconds = num_tokens * link.token_bytes / link.bytes_per_s
         begins_at, last_s = done_at, 0.0
-        if link.parts:  # the first part of the first step is computed; the last part of the last step is left
-            begins_at = served.begun_at + (done_at - served.begun_at) / link.parts * min(
-                1.0, self._step_tokens / num_tokens
-            )
-            last_s = seconds * min(1.0, self._step_tokens / num_tokens) / link.parts
+        if link.overlaps:  # from the end of the first step on; the last step's blocks are left
+            of_step = min(1.0, self._step_tokens / num_tokens)
+            begins_at = served.begun_at + (done_at - served.begun_at) * of_step
+            last_s = seconds * of_step
         keys = ("from", giver), ("to", receiver)
         sent_at = max(begins_at, *(self._free_at[key] for key in keys)) + seconds
         self._free_at |= dict.fromkeys(keys, sent_at)

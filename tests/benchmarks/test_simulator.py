@@ -297,15 +297,23 @@ def test_the_model_of_the_real_runs_is_accepted(tmp_path: Path) -> None:
     check_args(AppArgs.model_validate(routing_real.serve_args(tmp_path)))
 
 
-def by_role(num_prefill: int, num_replicas: int, sent: list[traffic.Arrival], **link: float) -> Outcome:
+def by_role(
+    num_prefill: int,
+    num_replicas: int,
+    sent: list[traffic.Arrival],
+    bytes_per_s: float = 1e9,
+    overlaps: bool = True,
+    step_tokens: int = DEVICE.step_tokens,
+) -> Outcome:
     roles = Roles(num_prefill / num_replicas)
-    link_of = Link(bytes_per_s=link.get("bytes_per_s", 1e9), token_bytes=1000, parts=int(link.get("parts", 4)))
-    return Cluster(DEVICE, num_replicas, named("prefix_aware"), roles=roles, link=link_of).run(sent)
+    link_of = Link(bytes_per_s=bytes_per_s, token_bytes=1000, overlaps=overlaps)
+    device = replace(DEVICE, step_tokens=step_tokens)
+    return Cluster(device, num_replicas, named("prefix_aware"), roles=roles, link=link_of).run(sent)
 
 
-@pytest.mark.parametrize("parts", [0, 4])
-def test_every_request_is_decoded_where_its_blocks_went(parts: int) -> None:
-    outcome = by_role(1, 3, arrivals(), parts=parts)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_every_request_is_decoded_where_its_blocks_went(overlaps: bool) -> None:
+    outcome = by_role(1, 3, arrivals(), overlaps=overlaps)
     assert sorted(s.arrival.number for s in outcome.served) == list(range(100))
     for served in outcome.served:
         assert served.first_token_at is not None
@@ -319,20 +327,21 @@ def test_every_request_is_decoded_where_its_blocks_went(parts: int) -> None:
     assert not any(life.prefill_tokens for life in others)  # memory is enough: nothing is computed again
 
 
-@pytest.mark.parametrize(("parts", "share"), [(0, 1.0), (4, 1 / 4)])
-def test_a_move_waits_for_what_is_not_sent_yet(parts: int, share: float) -> None:
+@pytest.mark.parametrize(("overlaps", "num_steps", "share"), [(False, 1, 1.0), (False, 3, 1.0), (True, 3, 1 / 3)])
+def test_a_move_waits_for_what_is_not_sent_yet(overlaps: bool, num_steps: int, share: float) -> None:
     request = prompt(0, [1, 2, 3])
-    [served] = by_role(1, 2, [request], parts=parts).served
     n = request.num_tokens
-    first_s = DEVICE.step_s(n, n * (n + 1) // 2, 0)
-    assert served.first_token_at == pytest.approx(first_s)
+    [served] = by_role(1, 2, [request], overlaps=overlaps, step_tokens=-(-n // num_steps)).served
+    assert served.first_token_at is not None
+    if num_steps == 1:
+        assert served.first_token_at == pytest.approx(DEVICE.step_s(n, n * (n + 1) // 2, 0))
     assert served.moved_at is not None
-    assert served.moved_at == pytest.approx(first_s + share * n * 1000 / 1e9)
+    assert served.moved_at - served.first_token_at == pytest.approx(share * n * 1000 / 1e9, rel=0.05)
     assert served.ended_at == pytest.approx(served.moved_at + sum(DEVICE.step_s(1, 0, n + i) for i in (1, 2)))
 
 
 def test_a_link_carries_one_transfer_after_the_other() -> None:
     """The link is slower than the device: each prompt's blocks wait for those of the one before."""
     sent = [replace(prompt(i, [10 * i + 1, 10 * i + 2]), at=0.0) for i in range(3)]
-    moved = sorted(s.moved_at or 0.0 for s in by_role(1, 2, sent, bytes_per_s=1e6, parts=0).served)
+    moved = sorted(s.moved_at or 0.0 for s in by_role(1, 2, sent, bytes_per_s=1e6, overlaps=False).served)
     assert [b - a for a, b in itertools.pairwise(moved)] == pytest.approx([sent[0].num_tokens * 1000 / 1e6] * 2)

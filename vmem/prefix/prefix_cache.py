@@ -15,7 +15,7 @@ from folio.vmem.group import GroupMemory
 from folio.vmem.lock import MemoryLock
 from folio.vmem.prefix.prefix_summary import NO_KEYS, CachedKeys, CachedPrefix
 from folio.vmem.prefix.prefix_tree import PrefixCursor, PrefixMatch, PrefixNode, PrefixTree
-from folio.vmem.prefix.token_chain import TokenChain
+from folio.vmem.prefix.token_chain import Digest, TokenChain
 from folio.vmem.sequence import SequenceMemory
 
 # Tokens of a partly matching unit that are worth copying its blocks. A copy of 16 tokens takes about as long as
@@ -143,6 +143,11 @@ class PrefixCache:
         """Count look-ups and evictions for reports from now on."""
         with self._lock:
             self._counts.queried_tokens = self._counts.hit_tokens = self._counts.evicted_blocks = 0
+
+    def is_computed(self, digest: Digest) -> bool:
+        """Whether the unit with this digest is cached, or will be when the launched steps have ended. Without the
+        lock."""
+        return self._tree.is_computed(digest)
 
     # ---- the units of a step ----
 

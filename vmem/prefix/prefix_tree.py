@@ -165,6 +165,11 @@ class PrefixTree:
         num_tokens = at + common
         return PrefixMatch(tuple(walked[:usable]), partial, num_tokens, len(walked) * self.unit_tokens, awaited)
 
+    def is_computed(self, digest: Digest) -> bool:
+        """Whether a unit is complete, and no step that computes it is still to be launched. Also without the lock."""
+        node = self._nodes.get(digest)
+        return node is not None and node.writer is None and not node.pending and None not in node.blocks
+
     def find(self, chain: TokenChain, most: int) -> Iterator[PrefixNode]:
         """The known nodes of the chain's first `most` units."""
         node = self._roots.get(chain.keys)

@@ -3,6 +3,7 @@ that has begun the request, where that takes less time than computing them."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -84,13 +85,19 @@ class ReadAhead:
         source, prefix = next(found, (None, None))
         if source is None or prefix is None or prefix.first_units < least_units:
             return
-        unit_tokens = sequence.chain.unit_tokens
-        num_before = prefix.first_units * unit_tokens
-        compute_s = self._recovery.compute_s(prefix.num_units * unit_tokens - num_before, num_before)
+        compute_s = self._compute_s(prefix)
         if self._recovery.read_s(source.name, prefix.num_bytes) <= compute_s:
             source.start(prefix)
             wait_s = max(compute_s or _MOST_WAIT_S, _LEAST_WAIT_S)
             self._reads[request] = _Read(source, prefix, time.perf_counter(), wait_s)
+
+    def _compute_s(self, prefix: FoundPrefix) -> float:
+        """The time to compute a prefix; of one that was fetched before its request came, most has come."""
+        if prefix.is_awaited:
+            return math.inf
+        unit_tokens = prefix.chain.unit_tokens
+        num_before = prefix.first_units * unit_tokens
+        return self._recovery.compute_s(prefix.num_units * unit_tokens - num_before, num_before)
 
     def is_awaited(self, request: Request, fits: Callable[[int], bool]) -> bool:
         """Whether the queue's head should wait for its prefix. Installs what has been read.
@@ -141,6 +148,7 @@ class ReadAhead:
         began, prefix = time.perf_counter(), read.prefix
         if prefix.num_units == prefix.first_units or not read.source.installer.install(prefix):
             return False
-        seconds = prefix.seconds + time.perf_counter() - began
-        self._recovery.observe_read(read.source.name, prefix.num_bytes, seconds)
+        if not prefix.is_awaited:  # else most of the time was the giver's, for computing
+            seconds = prefix.seconds + time.perf_counter() - began
+            self._recovery.observe_read(read.source.name, prefix.num_bytes, seconds)
         return prefix.is_intact

@@ -16,7 +16,7 @@ from folio.app.engine import Delta, SamplingParams
 from folio.app.engine.request.engine_request import BegunOutput
 from folio.app.errors import DeadlineError, OverloadedError, UnavailableError, UnknownRequestError
 from folio.app.fleet.messages import ExpectedPrefix, ForkCall, GenerateRequest, Piece, whole_outputs
-from folio.app.fleet.roles import Prefilled
+from folio.app.fleet.roles import Prefilled, Prefilling
 from folio.app.fleet.streams import StreamPace
 from folio.app.replica.prefill import pieces_here
 from folio.app.replica.request_streams import RequestStreams
@@ -79,17 +79,20 @@ async def test_the_engine_gets_the_request_as_it_is(replica: str, num_expected: 
 
 @pytest.mark.parametrize("whole", [True, False])
 async def test_a_call_that_leaves_has_its_first_pieces_only(whole: bool) -> None:
-    """And the engine's stream is closed with them. A call that ends with them does not leave."""
+    """After the replica's name; and the engine's stream is closed with them. A call that ends with them does not
+    leave."""
     call = replace(REQUEST, pooling=None, whole=whole, expected=ExpectedPrefix("here", 4, leaves=True))
     requests = streams_of(engine := Engine(DELTAS))
-    [item] = [item async for item in pieces_here(requests, call, "here")]
+    name, item = [item async for item in pieces_here(requests, call, "here")]
+    assert name == "here"
+    assert isinstance(name, Prefilling)
     assert isinstance(item, Prefilled)
     assert [(piece.index, piece.token_ids) for piece in item] == [(0, (1,))]
     assert engine.closed == 1
     elsewhere = replace(call, expected=ExpectedPrefix("there", 4, leaves=True), whole=False)
     assert len([item async for item in pieces_here(requests, elsewhere, "here")]) == 3
     short = streams_of(Engine([Delta("r", (1,), "a", "length")]))
-    assert [type(item) async for item in pieces_here(short, call, "here")] == [list]
+    assert [type(item) async for item in pieces_here(short, call, "here")] == [Prefilling, list]
 
 
 async def test_more_prompts_are_outputs_of_one_call() -> None:

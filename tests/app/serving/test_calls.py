@@ -34,9 +34,10 @@ from folio.app.fleet.departures import DEPARTURES, CallMovedError
 from folio.app.fleet.messages import ForkCall, GenerateRequest, Piece
 from folio.app.fleet.overload import LoadShedder
 from folio.app.fleet.retry import CallRetries
-from folio.app.fleet.roles import Prefilled
+from folio.app.fleet.roles import Prefilled, Prefilling
+from folio.app.fleet.streams import fits_by_value
 from folio.app.serving import peers
-from folio.app.serving.calls import ReplicaClient, fits_by_value
+from folio.app.serving.calls import ReplicaClient
 from tests.fakes.replicas import Handle, Script, stopped
 
 CALL = GenerateRequest("r", [1, 2], SamplingParams())
@@ -134,6 +135,27 @@ async def test_a_call_whose_prompt_is_computed_continues_elsewhere(stream: bool)
     assert [[list(o.token_ids) for o in call.begun] for call in handle.calls] == [[], [[1]], [[1]]]
     assert {call.begun_by for call in handle.calls[1:]} == {"prefill"}
     assert not DEPARTURES._calls
+
+
+async def test_blocks_are_fetched_while_the_prompt_is_computed() -> None:
+    """By the replica that gets the call, until its first piece; a call that ends before leaves none behind."""
+    DEPARTURES.note_outputs("prefill", {"": ("m", "there")})
+    first = Prefilled([replace(BEGUN, replica="prefill")])
+    replicas, handle = replicas_with([Prefilling("prefill"), 0.01, first], ["decode", None], [BEGUN, 0.01, END])
+    pieces = replicas.stream_calls([CALL])
+    assert [(await anext(pieces))[1].text for _ in range(2)] == ["a", "a"]
+    _, fetching, continued = handle.calls
+    assert (fetching.fetches, fetching.begun_by, fetching.held_at) == (True, "prefill", "there")
+    assert (continued.fetches, continued.fetched_by) == (False, "decode")
+    await asyncio.sleep(0)
+    assert handle.responses[1].cancelled
+    assert [piece.text async for _, piece in pieces] == ["b"]
+    replicas, handle = replicas_with([Prefilling("prefill"), 0.01, first], ["decode", None], [GONE])
+    pieces = replicas.stream_calls([CALL])
+    await anext(pieces)
+    await pieces.aclose()
+    await asyncio.sleep(0)
+    assert handle.responses[1].cancelled
 
 
 async def test_a_stream_leaves_a_replica_that_stops_again_and_again() -> None:

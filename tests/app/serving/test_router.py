@@ -554,6 +554,9 @@ async def test_prompts_are_computed_and_decoded_by_role(replicas: list[Replica])
         by_decode = [await placed(number, **begun), await placed(number, UNIT - 1)]
         by_decode += [await placed(number, adapter="poet"), await placed(number)]  # the last one is cached there now
         assert {*by_decode} <= {("b", False), ("c", False)}
+    ahead = {"fetches": True, "begun_by": "a", "held_at": "address"}
+    assert {await placed(4, **ahead) for _ in range(4)} <= {("b", False), ("c", False)}
+    assert [await placed(4, **begun, fetched_by=name, crowded=(name,)) for name in "bc"] == [("b", False), ("c", False)]
     router.update_replicas(replicas[1:])
     assert [await placed(5), await placed(6, **begun)] == [("b", True), ("c", False)]
     router.update_replicas(replicas[1:2])

@@ -252,7 +252,7 @@ def test_a_giver_outlives_receivers_that_go() -> None:
     with pair() as made:
         for num_answers in range(2):
             with connect(made.giver.address, remote=False) as link:
-                link.send_json({"fingerprint": "f", "keys": [], "first_units": 0, "imports": True})
+                link.send_json({"fingerprint": "f", "keys": [], "first_units": 0, "ahead": False, "imports": True})
                 link.send(encode_tokens(IDS))
                 for _ in range(num_answers):
                     link.receive()

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from folio.vmem import KVMemory
-from folio.vmem.prefix.store import link
+from folio.vmem.prefix.store import handover, link
 from folio.vmem.prefix.store.handover import PrefixGiver, PrefixReceiver
+from folio.vmem.prefix.store.installer import FoundPrefix
 from folio.vmem.prefix.store.link import Address, Link
 from folio.vmem.prefix.store.records import Records
 from tests.vmem.sequences import run, serve
@@ -145,6 +146,95 @@ def test_nothing_comes_from_others(fault: str, monkeypatch: pytest.MonkeyPatch) 
         assert fetch(second, receiver, address, keys) == 0
         second.check_integrity()
         run(second, [*IDS, 1], 0)
+
+
+def begin_ahead(receiver: PrefixReceiver, memory: KVMemory, address: object) -> FoundPrefix | None:
+    return receiver.fetch_ahead(memory.prefixes.chain(()), [*IDS, 1], str(address))
+
+
+def take(receiver: PrefixReceiver, memory: KVMemory, prefix: FoundPrefix) -> int:
+    """The request of a prefix that is fetched ahead comes, with its first token; returns the units that have come."""
+    assert receiver.find(memory.prefixes.chain(()), [*IDS, 1, 2]) is prefix
+    receiver.read(prefix, "folio-kv-nobody")
+    wait_for(lambda: prefix.is_done)
+    assert receiver.install(prefix) or prefix.num_units == prefix.first_units
+    return prefix.num_units
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """An entry for each unit that givers have copied in a layer group."""
+    copied: list[bool] = []
+    real = PrefixGiver._copy_unit
+    monkeypatch.setattr(PrefixGiver, "_copy_unit", lambda *args: copied.append(True) or real(*args))
+    return copied
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("backends", [(FlakyHost, FlakyHost), (FlakyCuda, FlakyHost), (FlakyHost, FlakyCuda)])
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_units_come_while_later_ones_are_computed(
+    backends: Sequence[type[FlakyHost | FlakyCuda]],
+    shape: dict[str, Any],
+    remote: bool,
+    copied: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When their steps have ended. Their request asks for nothing more."""
+    monkeypatch.setattr(handover, "_BEAT_S", 0.0)
+    with memories(backends, remote=remote, **shape) as (first, giver, second, receiver):
+        prefix = begin_ahead(receiver, second, giver.address)
+        assert prefix is not None
+        assert begin_ahead(receiver, second, giver.address) is None, "once"
+        for num_units in (2, 3, 6):
+            serve(first, IDS[: num_units * BLOCK_TOKENS])
+            if isinstance(first.backend, FlakyCuda):
+                assert len(copied) < num_units * len(first.groups), "the step may still write them"
+                first.backend.fake.finish_work()
+            wait_for(lambda num_units=num_units: len(copied) == num_units * len(first.groups))
+        assert take(receiver, second, prefix) == 6
+        run(second, [*IDS, 1], 6 * BLOCK_TOKENS)
+        receiver.drop(prefix)
+        assert not prefix.is_cancelled
+
+
+@pytest.mark.parametrize("ends", ["closed", "request", "dropped"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_has_come_is_used_when_the_rest_does_not(ends: str, remote: bool, copied: list[bool]) -> None:
+    """Because the giver ends, or the request is there first. What nobody waits for ends, too."""
+    with memories(remote=remote) as (first, giver, second, receiver):
+        prefix = begin_ahead(receiver, second, giver.address)
+        assert prefix is not None
+        serve(first, IDS[: 4 * BLOCK_TOKENS])
+        wait_for(lambda: len(copied) == 4)
+        if ends == "dropped":
+            receiver.drop(prefix)
+            wait_for(lambda: prefix.is_done)
+            assert receiver.find(second.prefixes.chain(()), [*IDS, 1]) is not prefix
+            return
+        if ends == "closed":
+            giver.close()
+        assert take(receiver, second, prefix) == 4
+        run(second, [*IDS, 1], 4 * BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("fault", ["model", "adapter", "gone", "windows", "many", "bytes", "many given"])
+def test_nothing_comes_ahead_from_others(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or of layers with windows, which need the end of the prompt, or when enough is coming."""
+    monkeypatch.setattr(handover, "_MOST_AHEAD_BYTES" if fault == "bytes" else "_MOST_AHEAD", 1)
+    shape = {"windowed": True} if fault == "windows" else {}
+    with memories(other="g" if fault == "model" else "f", **shape) as (first, giver, second, receiver):
+        serve(first, IDS, keys=(keys := ("adapter:x",) if fault == "adapter" else ()))
+        address = "folio-kv-nobody" if fault == "gone" else str(giver.address)
+        if fault in ("many", "bytes"):
+            assert receiver.fetch_ahead(second.prefixes.chain(()), IDS[: 2 * BLOCK_TOKENS], "folio-kv-nobody")
+        if fault == "many given":
+            giver._places_ahead.acquire()
+        prefix = receiver.fetch_ahead(second.prefixes.chain(keys), [*IDS, 1], address)
+        assert (prefix is None) == (fault in ("windows", "many", "bytes"))
+        wait_for(lambda: prefix is None or prefix.is_done)
+        assert not receiver.num_bytes
+        run(second, [*IDS, 1], 0, keys)
 
 
 def messages(*contents: bytes) -> bytes:

@@ -39,6 +39,7 @@ class FoundPrefix:
         seconds: that reading took.
         is_done: reading has ended.
         is_cancelled: set to end reading early.
+        is_awaited: it is fetched before its request comes, which now has.
     """
 
     chain: TokenChain
@@ -50,11 +51,17 @@ class FoundPrefix:
     is_intact: bool = True
     is_done: bool = False
     is_cancelled: bool = False
+    is_awaited: bool = False
     buffer: mmap.mmap | None = field(default=None, repr=False)
 
 
 class PrefixInstaller:
-    """Installs prefixes that have been read. Called by the engine's thread."""
+    """Installs prefixes that have been read. Called by the engine's thread.
+
+    Attributes:
+        reads_all_units: no layer reads only a window or a state, so that every part of a prefix can be used.
+        unit_bytes: of a unit's records that a prompt reads at any later token.
+    """
 
     def __init__(self, memory: KVMemory, records: Records) -> None:
         self._memory, self._records = memory, records
@@ -69,7 +76,8 @@ class PrefixInstaller:
             for group in memory.groups
         ]
         self._whole = [g for g, units in enumerate(self._read_units) if units is None]
-        self._unit_bytes = max(sum(records.num_bytes[g] for g in self._whole), 1)
+        self.reads_all_units = len(self._whole) == len(self._read_units)
+        self.unit_bytes = max(sum(records.num_bytes[g] for g in self._whole), 1)
 
     def needed(self, num_units: int, first_units: int) -> Iterator[tuple[int, int]]:
         """(unit, layer group) without which a prompt cannot continue after so many units, the first ones cached."""
@@ -84,7 +92,7 @@ class PrefixInstaller:
         needed = list(self.needed(num_units, first_units))
         if num_records == len(needed):
             return num_units
-        return needed[num_records][0] if self._read_units == [None] else first_units
+        return needed[num_records][0] if self.reads_all_units else first_units
 
     def pages_needed(self, prefix: FoundPrefix) -> int:
         """Pages that installing takes at most."""
@@ -167,7 +175,7 @@ class IndexedPrefixes(PrefixInstaller, ABC):
         if match.is_being_computed:
             return None
         first = end = len(match.nodes)
-        limit = int(min(limit, first + max(most_bytes // self._unit_bytes, 1)))
+        limit = int(min(limit, first + max(most_bytes // self.unit_bytes, 1)))
         while end < limit and all(self._has(g, chain.digests[end]) for g in self._whole):
             end += 1
         for num_units in range(end, first, -1):  # windows and states must be there, too

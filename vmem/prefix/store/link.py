@@ -79,7 +79,7 @@ class Link:
     def is_remote(self) -> bool:
         return self._keys is not None
 
-    def send(self, content: bytes | bytearray) -> None:
+    def send(self, content: bytes | bytearray | memoryview) -> None:
         self._connection.settimeout(self._message_s)
         self._connection.sendall(_LENGTH.pack(len(content)))
         if content:  # else the other end may have gone

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +14,9 @@ from folio.app.engine.request.delta import Delta
 from folio.app.engine.request.engine_request import BegunOutput, EngineRequest
 from folio.app.engine.sampling.params import SamplingParams, Structure
 from folio.app.errors import RequestError
-from folio.app.fleet.messages import GenerateRequest
-from folio.app.replica.prefill import pieces_here
 from folio.vmem import CudaBackend, DevicePages
 from folio.vmem.backends.cuda import CPU
 from tests.app.engine.engines import MakeEngine, run
-from tests.processes import until
 from tests.vmem.backends.stand_in_driver import StandInDriver
 
 PROMPT = "The capital of France is a city on a river. The capital of Japan is"
@@ -160,33 +156,6 @@ def test_its_blocks_come_from_the_engine_that_has_begun_it(held_at: str, make_en
     assert rest[0].num_cached_tokens == (min(cached, len(prompt) + 59) if held_at == "there" else 0)
     undisturbed = deltas + run(first)["request"]
     assert outcome([*deltas, *rest]) == outcome(undisturbed)
-
-
-async def test_its_blocks_come_while_its_prompt_is_computed(make_engine: MakeEngine) -> None:
-    """The call has them, although the engine that has computed them is gone by then."""
-    first, second = make_engine("builtin", dtype="float32"), make_engine("builtin", dtype="float32")
-    prompt = first.model.tokenizer(PROMPT * 8)["input_ids"]
-    params = SamplingParams(max_tokens=20, ignore_eos=True, **SEEDED)
-    assert first.handover is not None
-    assert second.handover is not None
-    call = GenerateRequest("request", prompt, params, held_at=first.handover.address(), fetches=True)
-    requests: Any = SimpleNamespace(engine_of=lambda model: SimpleNamespace(driver=SimpleNamespace(engine=second)))
-    fetching = pieces_here(requests, call, "second")
-    assert await anext(fetching) == "second"
-    first.submit("request", prompt, params)
-    deltas: list[Delta] = []
-    while not deltas:
-        deltas += first.step()
-    unit_tokens, receiver = second.memory.prefixes.unit_tokens, second.handover.receiver
-    num_units = (len(prompt) - 1) // unit_tokens
-    until(lambda: receiver.num_bytes)
-    assert receiver.num_bytes == num_units * receiver.unit_bytes
-    first.handover.close()
-    second.prepare(replace(call, begun=left_of(deltas, params), fetches=False))("elsewhere")
-    rest = run(second)["elsewhere"]
-    assert rest[0].num_cached_tokens == num_units * unit_tokens
-    await fetching.aclose()
-    assert outcome([*deltas, *rest]) == outcome(deltas + run(first)["request"])
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from folio.vmem.prefix.store.handover import PrefixGiver, PrefixReceiver
 from folio.vmem.prefix.store.installer import FoundPrefix
 from folio.vmem.prefix.store.link import Address, Link
 from folio.vmem.prefix.store.records import Records
-from tests.vmem.sequences import run, serve
-from tests.vmem.small_memory import BLOCK_TOKENS, FlakyCuda, FlakyHost, make_memory
+from tests.vmem.sequences import compute, run, serve, submit
+from tests.vmem.small_memory import BLOCK_TOKENS, FlakyCuda, FlakyHost, Tokens, make_memory
 from tests.vmem.store.stores import IDS, SHAPES, wait_for
 
 KEYS = ("salt:a",)
@@ -198,6 +198,21 @@ def test_units_come_while_later_ones_are_computed(
         assert not prefix.is_cancelled
 
 
+def test_units_of_a_step_that_is_not_launched_come_later(copied: list[bool]) -> None:
+    """Regression: others may share them, but they have no content yet, and the giver gave nothing more."""
+    with memories() as (first, giver, second, receiver):
+        serve(first, IDS[: 2 * BLOCK_TOKENS])
+        tokens = Tokens(first.prefixes.chain(()), IDS)
+        sequence = submit(first, tokens, 2 * BLOCK_TOKENS)
+        prefix = begin_ahead(receiver, second, giver.address)
+        assert prefix is not None
+        wait_for(lambda: len(copied) == 2)
+        compute(first, (sequence, tokens, 2 * BLOCK_TOKENS))
+        wait_for(lambda: len(copied) == 6)
+        assert take(receiver, second, prefix) == 6
+        run(second, [*IDS, 1], 6 * BLOCK_TOKENS)
+
+
 @pytest.mark.parametrize("ends", ["closed", "request", "dropped"])
 @pytest.mark.parametrize("remote", [False, True])
 def test_what_has_come_is_used_when_the_rest_does_not(ends: str, remote: bool, copied: list[bool]) -> None:
@@ -227,7 +242,7 @@ def test_nothing_comes_ahead_from_others(fault: str, monkeypatch: pytest.MonkeyP
         serve(first, IDS, keys=(keys := ("adapter:x",) if fault == "adapter" else ()))
         address = "folio-kv-nobody" if fault == "gone" else str(giver.address)
         if fault in ("many", "bytes"):
-            assert receiver.fetch_ahead(second.prefixes.chain(()), IDS[: 2 * BLOCK_TOKENS], "folio-kv-nobody")
+            assert receiver.fetch_ahead(second.prefixes.chain(()), IDS[::-1], str(giver.address)), "nobody computes it"
         if fault == "many given":
             giver._places_ahead.acquire()
         prefix = receiver.fetch_ahead(second.prefixes.chain(keys), [*IDS, 1], address)

@@ -16,6 +16,7 @@ there before the request is. Whatever goes wrong, the units are computed.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import os
@@ -189,7 +190,9 @@ class PrefixGiver:
             while not nodes or not memory.backend.completed(fence):
                 waited_s = time.monotonic() - began
                 if not nodes and memory.prefixes.is_computed(chain.digests[i]):
-                    nodes, fence = memory.prefixes.match(chain, token_ids).nodes[i:], memory.mapper.fence
+                    found = memory.prefixes.match(chain, token_ids).nodes[i:]
+                    launched = itertools.takewhile(lambda node: memory.prefixes.is_computed(node.digest), found)
+                    nodes, fence = list(launched), memory.mapper.fence
                     if not nodes:
                         return  # evicted
                 elif self._is_closed or waited_s > _UNIT_S:

@@ -134,8 +134,8 @@ class CallRetries:
         self._call, self._delivered = call, DeliveredOutputs(call.params, call.begun)
 
     def next_call(self, fetched_by: str = "") -> GenerateRequest | ForkCall:
-        """The call to send now, with the time left, first to the replica that has fetched its blocks. Raises
-        `DeadlineError` when there is none."""
+        """The call to send now, with the time left, first to the replica that has fetched its blocks, unless it
+        has left that one. Raises `DeadlineError` when there is none."""
         now, timeout_s = time.monotonic(), self._call.timeout_s
         if self._arrived is None:
             self._arrived = now
@@ -156,7 +156,7 @@ class CallRetries:
             begun=begun,
             begun_by=self._delivered.begun_by,
             held_at=DEPARTURES.held_at(self._delivered.held_by, self._call.model),
-            fetched_by=fetched_by,
+            fetched_by="" if fetched_by in self._left else fetched_by,
         )
 
     def note_place(self, replica: str) -> None:

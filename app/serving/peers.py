@@ -1,4 +1,5 @@
-"""Calls to every replica, and hot prefixes of peers, which warm the cache of a replica that starts."""
+"""Calls to every replica; hot prefixes of peers, which warm the cache of a replica that starts; and blocks that a
+decode replica gets while another one computes them."""
 
 from __future__ import annotations
 

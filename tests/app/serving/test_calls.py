@@ -188,6 +188,21 @@ async def test_a_call_without_output_leaves_a_replica_that_stops(stream: bool) -
     assert handle.responses[0].cancelled
 
 
+async def test_a_call_does_not_return_to_the_replica_that_has_fetched_its_blocks() -> None:
+    """Regression: once it has left its queue, it went back to it."""
+    DEPARTURES.note_outputs("prefill", {"": ("m", "there")})
+    first = Prefilled([replace(BEGUN, replica="prefill")])
+    replicas, handle = replicas_with([Prefilling("prefill"), 0.01, first], ["decode", None], ["decode", None], [END])
+    asked = asyncio.create_task(ask(replicas, True))
+    async with asyncio.timeout(10):
+        while "decode" not in DEPARTURES._calls:
+            await asyncio.sleep(0)
+        DEPARTURES.move("decode", [CALL.model], 1)
+        assert "".join(await asked) == "ab"
+    assert [call.fetched_by for call in handle.calls] == ["", "", "decode", ""]
+    assert handle.calls[-1].crowded == ("decode",)
+
+
 async def test_what_has_left_a_queue_does_not_return_to_it() -> None:
     replicas, handle = replicas_with(*[[name, None] for name in "abcd"], [END])
     asked = asyncio.create_task(ask(replicas, True))

@@ -139,6 +139,12 @@ def results_folder(args: argparse.Namespace) -> Path:
     return folder
 
 
+def committed(name: str, device: str = "cpu") -> dict[str, Any]:
+    """The committed result of a benchmark, raw data included."""
+    found: dict[str, Any] = json.loads((RESULTS / device / f"{name}.json").read_text())
+    return found
+
+
 def _device_name() -> str:
     return f"{_processor()}, {torch.get_num_threads()} threads"
 

@@ -35,6 +35,7 @@ DRAWN = {
     "elastic": "benchmarks.engine.elastic",
     "fragmentation": "benchmarks.engine.fragmentation",
     "mapping": "benchmarks.engine.mapping",
+    "papers": "benchmarks.papers.drawn",
     "preemption": "benchmarks.engine.preemption",
     "quality": "benchmarks.quality.__main__",
     "routing": "benchmarks.fleet.routing_picture",

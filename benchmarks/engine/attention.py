@@ -329,15 +329,17 @@ def _figures(rows: Sequence[Row], device: Device) -> dict[str, float]:
         if region.view == "region"
         and table.view == "block_table"
         and region.case == table.case
-        and region.case.queries == 1
         and (region.shape, region.layout, region.block_tokens) == (table.shape, table.layout, table.block_tokens)
     ]
-    figures["paged_over_contiguous"] = max(
-        harness.median_ratio(table.seconds, region.seconds) for region, table in pairs if region in filled
-    )
-    figures["paged_over_contiguous_all_cases_median"] = statistics.median(
-        harness.median_ratio(table.seconds, region.seconds) for region, table in pairs
-    )
+    ratios = [(region, harness.median_ratio(table.seconds, region.seconds)) for region, table in pairs]
+    figures["paged_over_contiguous"] = max(ratio for region, ratio in ratios if region in filled)
+    decodes = [(region.case.length, ratio) for region, ratio in ratios if region.case.queries == 1]
+    figures["paged_over_contiguous_all_cases_median"] = statistics.median(ratio for _, ratio in decodes)
+    for length in sorted({length for length, _ in decodes}):
+        figures[f"paged_over_contiguous_decode_{length}"] = statistics.median(r for n, r in decodes if n == length)
+    for case in {region.case for region, _ in ratios if region.case.queries > 1}:
+        of_case = statistics.median(ratio for region, ratio in ratios if region.case == case)
+        figures[f"paged_over_contiguous_prefill_{case.batch}x{case.queries}_of_{case.length}"] = of_case
     return figures | _beside_others(rows, ours, device)
 
 

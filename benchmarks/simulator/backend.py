@@ -47,7 +47,7 @@ class CountingBackend:
         self._num_mappings -= mapped.num_bytes // self._page_bytes
 
     def tensor(self, reserved: AddressRange) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(reserved.num_bytes, dtype=torch.uint8, device="meta")
 
     def fence(self) -> int:
         return 0

@@ -11,6 +11,7 @@ from benchmarks.simulator.backend import CountingBackend
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.traffic import Arrival
 from folio.vmem import EvictionOrder, KVMemory, LayerGroup, LayerSpec, MappingOptions, TokenChain, plan_layout
+from folio.vmem.tensors import LocalContents
 
 _NEVER_S = 1e9
 _PAGE_BYTES = 4096
@@ -21,6 +22,8 @@ def make_memory(
     cache_tokens: int,
     eviction: EvictionOrder | None = None,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    prefix_cache: bool = True,
 ) -> KVMemory:
     """KV memory for this many tokens, and at least for one replica's."""
     # The width of a row of keys and values makes a block one page.
@@ -33,7 +36,9 @@ def make_memory(
         budget_bytes=max(cache_tokens, device.cache_tokens) // tokens * layout.page_bytes,
         num_regions=1,
         max_tokens=device.cache_tokens,
+        prefix_cache=prefix_cache,
         eviction=eviction,
+        contents=lambda tensors: LocalContents(tensors, copy_blocks=lambda *_: None),
         clock=clock,
         options=MappingOptions(background=False, overlap=False, eager_allocation=False, idle_release_s=_NEVER_S),
     )

@@ -7,6 +7,7 @@ from collections import Counter, abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from benchmarks.simulator.descent import Steps, descend
 from benchmarks.simulator.device import Device
 from benchmarks.simulator.memory import make_memory, prompt_of
 from benchmarks.simulator.received import ReceivedBlocks
@@ -23,7 +24,7 @@ from folio.vmem import CachedKeys, EvictionOrder, PrefixUse, key_of
 # Above the number of keys of any of these caches.
 _ALL_KEYS = 1 << 20
 # Generated tokens differ from all tokens of prompts.
-_GENERATED = 1 << 24
+_GENERATED, _MOST_SEQUENCES = 1 << 24, 16
 _SAMPLING = SamplingParams(max_tokens=1)
 
 
@@ -58,7 +59,7 @@ class Served:
 
 
 @dataclass(slots=True, eq=False)
-class _Leap:
+class Leap:
     """A step in flight, or several that differ only in that every sequence is one token longer each time.
 
     Attributes:
@@ -116,6 +117,7 @@ class SimulatedReplica:
         leaps: bool = True,
         eviction: EvictionOrder | None = None,
         receives: bool = False,
+        prefix_cache: bool = True,
     ) -> None:
         self.index = index
         self.now = now
@@ -127,10 +129,11 @@ class SimulatedReplica:
         self.meter = LoadMeter()
         self._device = device
         self._leaps = leaps
-        self._leap: _Leap | None = None
+        self._leap: Leap | None = None
         self._served: dict[str, Served] = {}
+        self._descents: dict[str, Steps] = {}  # of beam searches
         self._active_units: Counter[bytes] = Counter()  # keys of unfinished requests' prompts
-        self._memory = make_memory(device, device.cache_tokens, eviction, lambda: self.now)
+        self._memory = make_memory(device, device.cache_tokens, eviction, lambda: self.now, prefix_cache=prefix_cache)
         self._recovery = PreemptionCostModel(device.step_tokens)
         self._received = ReceivedBlocks(self._memory, self._recovery) if receives else None
         self._scheduler = Scheduler(
@@ -185,16 +188,20 @@ class SimulatedReplica:
         arrival = served.arrival
         cached_tokens = arrival.num_tokens // self._device.unit_tokens * self._device.unit_tokens
         self._received.add(arrival.request_id)
-        self._submit(served, [_GENERATED + arrival.number], arrival.num_output_tokens, cached_tokens, now)
+        self._submit(served, [_generated(arrival)], arrival.num_output_tokens, cached_tokens, now)
 
     def _submit(self, served: Served, begun: list[int], most_outputs: int, expected: int, now: float) -> None:
         self._arrival_at = now
         arrival = served.arrival
         chain, prompt = prompt_of(arrival, self._memory)
         self._served[arrival.request_id] = served
+        if arrival.beams:
+            self._descents[arrival.request_id] = arrival.beams
         self._active_units.update(map(key_of, arrival.digests))
-        request = Request(arrival.request_id, _SAMPLING, arrival=arrival.number)
-        sequence = Sequence(request, prompt, _SAMPLING, most_outputs, None, chain, prompt + begun)
+        params = _SAMPLING if arrival.num_sequences == 1 else _several(arrival)
+        request = Request(arrival.request_id, params, arrival=arrival.number)
+        sequence = Sequence(request, prompt, params, most_outputs, None, chain, prompt + begun)
+        sequence.num_forks = arrival.num_sequences - 1
         sequence.expected_cached_tokens = expected
         sequence.use = PrefixUse(arrival.kind, len(prompt))
         self._scheduler.add(request)
@@ -228,6 +235,7 @@ class SimulatedReplica:
         if not scheduled:
             assert not self._served, f"replica {self.index} cannot go on with {len(self._served)} requests"
             return
+        self._memory.ensure(())  # copies blocks that forks share
         came = [s for s in scheduled if self._came(s)]
         prompts = [s for s in scheduled if (s.num_tokens > 1 or not s.samples) and s not in came]
         for s in scheduled:
@@ -244,9 +252,11 @@ class SimulatedReplica:
         self._scheduler.mixed_steps.note(scheduled, seconds)
         self.prefill_tokens += prefill_tokens
         num_steps, longer_s = 1, len(scheduled) * self._device.decode_attended_s
-        if self._leaps and not prompts and not came and not self._scheduler.num_waiting:
+        # Without a bound of mixed steps, a prompt that waits does so until a sequence ends, or needs a block.
+        goes_on = self._device.max_mixed_step_s == math.inf or not self._scheduler.num_waiting
+        if self._leaps and not prompts and not came and goes_on and not self._descents:
             num_steps = min(map(self._steps_alone, scheduled))
-        self._leap = _Leap(scheduled, num_steps, self.now, seconds, longer_s, bool(prompts))
+        self._leap = Leap(scheduled, num_steps, self.now, seconds, longer_s, bool(prompts))
 
     def _came(self, scheduled: Scheduled) -> bool:
         """Whether these tokens, the last ones of a prompt and its first output, came with the request's blocks: only
@@ -262,7 +272,7 @@ class SimulatedReplica:
         sequence, unit = scheduled.sequence, self._device.unit_tokens
         return min(sequence.max_tokens - sequence.num_output_tokens, unit - sequence.num_computed % unit)
 
-    def _end(self, leap: _Leap) -> Iterator[Served]:
+    def _end(self, leap: Leap) -> Iterator[Served]:
         self._leap = None
         self.now = leap.ends_at
         seconds = leap.ends_at - leap.begun_at
@@ -273,23 +283,35 @@ class SimulatedReplica:
         sampling = [s.sequence for s in leap.scheduled if s.samples]
         self._scheduler.commit_step()
         self._scheduler.settle(leap.scheduled)
-        for sequence in sampling:
+        for sequence in descend(self._memory, self._scheduler, sampling, self._descents):
             served = self._served[sequence.request_id]
             if served.first_token_at is None:
                 served.first_token_at = self.now
                 served.cached_tokens = sequence.num_cached_tokens or 0
                 self.prefill_due_tokens -= served.due_tokens
             # Unique: the use of an answer in later prompts is part of the trace.
-            sequence.token_ids += [_GENERATED + served.arrival.number] * leap.num_steps
+            sequence.token_ids += [_generated(served.arrival, sequence.index)] * leap.num_steps
             sequence.num_computed += leap.num_steps - 1
             sequence.max_computed = sequence.num_computed
-            if sequence.num_output_tokens >= sequence.max_tokens:
+            if sequence.num_output_tokens < sequence.max_tokens:
+                continue
+            self._scheduler.remove_sequence(sequence)
+            if not sequence.request.sequences:
                 del self._served[sequence.request_id]
+                self._descents.pop(sequence.request_id, None)
                 self._active_units -= Counter(map(key_of, served.arrival.digests))
                 self.meter.note_ended(sequence, self.now)
-                self._scheduler.remove_sequence(sequence)
                 served.ended_at = self.now
                 yield served
+
+
+def _generated(arrival: Arrival, index: int = 0) -> int:
+    """The token that stands for all those of one of the request's outputs."""
+    return _GENERATED + _MOST_SEQUENCES * arrival.number + index
+
+
+def _several(arrival: Arrival) -> SamplingParams:
+    return SamplingParams(max_tokens=1, n=arrival.num_sequences, use_beam_search=bool(arrival.beams))
 
 
 def _attended(scheduled: Scheduled) -> int:

@@ -47,6 +47,8 @@ class Arrival:
         kind: of request, see `PrefixUse`.
         follows, pause_s: it arrives this long after the end of the request with this number; `at` is then its time if
             requests took none.
+        num_sequences: samples or beams.
+        beams: which beam descends from which (`descent.Steps`); empty: they are samples.
     """
 
     number: int
@@ -61,6 +63,8 @@ class Arrival:
     kind: str = ""
     follows: int | None = None
     pause_s: float = 0.0
+    num_sequences: int = 1
+    beams: Sequence[Sequence[int]] = ()
 
 
 def mooncake(path: Path, count: int | None = None, *, as_stamped: bool = False) -> list[Arrival]:

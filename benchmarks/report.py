@@ -44,6 +44,7 @@ DRAWN = {
     "shelf": "benchmarks.fleet.shelf_outcome",
     "shelf_simulated": "benchmarks.fleet.shelf_simulated",
     "throughput": "benchmarks.engine.throughput",
+    "walkthrough": "benchmarks.engine.walkthrough",
 }
 ALL_FIGURES = harness.ROOT / "docs" / "benchmarks" / "all-figures.md"
 PICTURES = harness.ROOT / "docs" / "benchmarks" / "pictures"

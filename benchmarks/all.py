@@ -1,9 +1,9 @@
 """All benchmarks one after the other, and the report of their results.
 
 `python -m benchmarks.all` runs the quick versions (`make bench`), `--full` the whole ones (`make bench-full`), which
-replace the committed results. Full runs are for a quiet machine. A full result of the same sources is not measured
-again, so that an interrupted run can be continued; `--again` measures it all the same. A benchmark that fails is told
-at the end, and the others are run.
+replace the committed results. Full runs are for a quiet machine. They measure what has no result or a stale one, of
+code that has changed since (`benchmarks.measured`), so that an interrupted run can be continued; `--again` measures the
+others, too. A benchmark that fails is told at the end, and the others are run.
 
 Rivals that are servers (vLLM, OpenVINO GenAI, llama.cpp) take part in `throughput` if they are installed: see
 `benchmarks.rival_servers`.
@@ -19,19 +19,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import harness, report
+from benchmarks import harness, measured, report
 from benchmarks.figures import BENCHMARKS, BY_NAME, Benchmark
 from benchmarks.rivals import rival_servers
 
 QUICK_TIMEOUT_S, TIMEOUT_FACTOR, LEAST_TIMEOUT_S, END_S = 900.0, 5, 1800.0, 60.0
-# Whatever a figure can depend on.
-SOURCES = (
-    *("app", "kernels", "vmem", "benchmarks/*.py", "benchmarks/simulator", "constraints.txt"),
-    *(":!benchmarks/report.py", ":!benchmarks/figures.py"),  # they only show results
-)
 
 
 def command_of(benchmark: Benchmark, *, quick: bool) -> list[str]:
@@ -45,15 +40,12 @@ def command_of(benchmark: Benchmark, *, quick: bool) -> list[str]:
     return command + (["--quick"] if quick else [])
 
 
-def is_current(path: Path) -> bool:
-    """Whether a result is of sources that are those of the working tree."""
+def why_due(benchmark: Benchmark, path: Path) -> str:
+    """Why a benchmark must be measured: no result, or a stale one. Empty if its result is of the present code."""
     if not path.exists():
-        return False
-    commit = json.loads(path.read_text())["commit"]
-    if commit == "unknown" or commit.endswith("+changes"):
-        return False
-    git = ["git", "-C", str(harness.ROOT), "diff", "--quiet", commit, "--", *SOURCES]
-    return subprocess.run(git, capture_output=True).returncode == 0
+        return "no result"
+    changed = measured.changed(benchmark, json.loads(path.read_text()))
+    return f"stale: {', '.join(changed)}" if changed else ""
 
 
 def minutes_of(benchmark: Benchmark, path: Path) -> float:
@@ -84,7 +76,7 @@ def run(benchmark: Benchmark, *, quick: bool, timeout_s: float) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the whole benchmarks, for a quiet machine: hours")
-    parser.add_argument("--again", action="store_true", help="also those whose result has the present sources")
+    parser.add_argument("--again", action="store_true", help="also those whose result is of the present code")
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", choices=[b.name for b in BENCHMARKS if b.command], help="these only"
     )
@@ -93,8 +85,9 @@ def main() -> None:
     quick = not args.full
     folder = (harness.QUICK_RESULTS if quick else harness.RESULTS) / "cpu"
     chosen = chosen_by(args.only, quick=quick)
-    due = [b for b in chosen if quick or args.again or not is_current(folder / f"{b.name}.json")]
-    show(chosen, due, folder, quick=quick)
+    why = {b.name: "" if quick else why_due(b, folder / f"{b.name}.json") for b in chosen}
+    due = [b for b in chosen if quick or args.again or why[b.name]]
+    show(chosen, due, why, folder, quick=quick)
     if args.list:
         return
     if not quick and harness.commit().endswith("+changes"):
@@ -112,11 +105,14 @@ def chosen_by(names: Sequence[str] | None, *, quick: bool) -> list[Benchmark]:
     return [b for b in BENCHMARKS if b.command and (b.quick or not quick) and b.name in (names or BY_NAME)]
 
 
-def show(chosen: Sequence[Benchmark], due: Sequence[Benchmark], folder: Path, *, quick: bool) -> None:
-    """Print what would run, and how long it takes."""
+def show(
+    chosen: Sequence[Benchmark], due: Sequence[Benchmark], why: Mapping[str, str], folder: Path, *, quick: bool
+) -> None:
+    """Print what would run, why, and how long it takes."""
     for benchmark in chosen:
         minutes = 1.0 if quick else minutes_of(benchmark, folder / f"{benchmark.name}.json")
-        print(f"{benchmark.name:16} {minutes:5.0f} min  {'' if benchmark in due else 'has a result of these sources'}")
+        reason = why[benchmark.name] if benchmark in due else "has a result of this code"
+        print(f"{benchmark.name:16} {minutes:5.0f} min  {reason}")
     if not quick:
         total = sum(minutes_of(b, folder / f"{b.name}.json") for b in due)
         print(f"{'in all':16} {total:5.0f} min\nrivals: {rival_servers.described()}")

@@ -55,6 +55,7 @@ class Benchmark:
         quick: whether `make bench` runs it with `--quick`.
         dtype: that of the measured tensors (`facts.noted_dtypes`); a result of another one is refused. Empty for
             benchmarks that measure no tensors, or only those of other processes.
+        measures: files and folders whose code the figures depend on (`benchmarks.measured`); by default, the server's.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Benchmark:
     quick: bool
     figures: tuple[Figure, ...]
     dtype: str = ""
+    measures: tuple[str, ...] = ("app", "kernels", "vmem")
 
     def figure(self, key: str) -> Figure | None:
         """The entry for a key."""
@@ -80,8 +82,13 @@ class Benchmark:
 
 def _read() -> tuple[Benchmark, ...]:
     rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    lists = ("command", "measures")
     return tuple(
-        Benchmark(**row | {"command": tuple(row["command"]), "figures": tuple(Figure(**f) for f in row["figures"])})
+        Benchmark(
+            **row
+            | {name: tuple(row[name]) for name in lists if name in row}
+            | {"figures": tuple(Figure(**f) for f in row["figures"])}
+        )
         for row in rows
     )
 

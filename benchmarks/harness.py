@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks import facts, picture
+from benchmarks import facts, measured, picture
 from benchmarks.figures import row_of
 from folio.vmem.layout import KVLayout
 
@@ -111,6 +111,7 @@ def finish(
         "command": command(),
         "versions": versions(args.device),
         "commit": commit(),
+        **({} if row is None else {"measured": measured.digests(row)}),
         "quick": args.quick,
         "figures": {key: float(f"{value:.4g}") for key, value in figures.items()},
     }

@@ -1,8 +1,8 @@
 """The report of all results, and the figures in the documents.
 
 `python -m benchmarks.report` writes `report.md` beside the committed results: every figure with its meaning, value, aim
-and rival, and for each benchmark machine, date, commit and file; first the aims that are missed. `--quick` does so for
-quick results.
+and rival, and for each benchmark machine, date, commit and file; first the aims that are missed. Results are marked as
+stale if code that they measured has changed since (`benchmarks.measured`). `--quick` does so for quick results.
 
 `--write` also renews README.md and docs/: the pages in `PAGES`, pictures, and every figure between a pair of comments,
 
@@ -20,12 +20,12 @@ import importlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, measured
 from benchmarks.figures import BENCHMARKS, BY_NAME, Benchmark, row_of
 
 COMMITTED = harness.RESULTS / "cpu"
@@ -78,6 +78,7 @@ def text_of(folder: Path, failed: Mapping[str, str]) -> str:
     """
     results = {b.name: result(b.name, folder) for b in BENCHMARKS}
     there = {name: found for name, found in results.items() if found is not None}
+    stale = {name: changed for name, found in there.items() if (changed := measured.changed(BY_NAME[name], found))}
     lines = [
         "# Results",
         "",
@@ -91,25 +92,29 @@ def text_of(folder: Path, failed: Mapping[str, str]) -> str:
         ]
     for name, failure in failed.items():
         lines.append(f"**{name} failed in the last run**: {failure}. Its figures, if any, are of an earlier run.")
-    aims = list(_aims(there))
+    lines.append(
+        f"{len(stale)} of {len(there)} results are **stale**: code that they measured has changed since, comments and "
+        "docstrings aside."
+    )
+    aims = list(_aims(there, stale))
     missed = [row for row in aims if not row[0]]
     lines += ["", f"## Aims: {len(aims) - len(missed)} met, {len(missed)} missed", ""]
     head = ["| | Figure | Value | Aim | Against | Meaning |", "|---|---|---|---|---|---|"]
     lines += head + [row for _, row in missed] + [row for is_met, row in aims if is_met]
     lines += ["", "Not measured:", ""] + [f"- {row}" for row in _not_measured(results)]
     for name, found in there.items():
-        lines += ["", *_section(BY_NAME[name], found, folder)]
+        lines += ["", *_section(BY_NAME[name], found, folder, stale.get(name, ()))]
     return "\n".join(lines) + "\n"
 
 
-def _aims(there: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[bool, str]]:
+def _aims(there: Mapping[str, Mapping[str, Any]], stale: Container[str]) -> Iterator[tuple[bool, str]]:
     """For each figure with an aim: whether it is met, and a row of the table."""
     for name, found in there.items():
         for key, value in found["figures"].items():
             figure = BY_NAME[name].figure(key)
             if figure is not None and figure.aim:
                 is_met = figure.is_met(value)
-                mark = "met" if is_met else "**missed**"
+                mark = ("met" if is_met else "**missed**") + (", stale" if name in stale else "")
                 meaning = figure.meaning_of(key)
                 yield is_met, f"| {mark} | `{name}.{key}` | {value:.4g} | {figure.aim} | {figure.rival} | {meaning} |"
 
@@ -129,13 +134,17 @@ def _not_measured(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[s
                 yield f"`{benchmark.name}.{figure.key}` (aim {figure.aim}; {meaning}): {reason}".replace("|", "\\|")
 
 
-def _section(benchmark: Benchmark, found: Mapping[str, Any], folder: Path) -> Iterator[str]:
+def _section(benchmark: Benchmark, found: Mapping[str, Any], folder: Path, changed: Sequence[str]) -> Iterator[str]:
     yield f"## {benchmark.name}"
     yield ""
     yield benchmark.what
     yield ""
     file = (folder / benchmark.name).relative_to(harness.ROOT)
     yield f"{_origin(found)}{_dtype(benchmark, found)} File: `{file}.json`."
+    if changed:
+        yield ""
+        not_recorded = "Which code it measured is not recorded."
+        yield f"**Stale.** {_what_changed(changed) if 'measured' in found else not_recorded}"
     yield ""
     yield "| Key | Meaning | Value | Aim | Against |"
     yield "|---|---|---|---|---|"
@@ -144,6 +153,11 @@ def _section(benchmark: Benchmark, found: Mapping[str, Any], folder: Path) -> It
         assert figure is not None, f"{benchmark.name}.{key} is not in benchmarks/figures.yaml"
         aim = f"{figure.aim}{'' if figure.is_met(value) else ' **missed**'}" if figure.aim else ""
         yield f"| `{key}` | {figure.meaning_of(key)} | {value:.4g} | {aim} | {figure.rival} |"
+
+
+def _what_changed(paths: Sequence[str]) -> str:
+    named = ["the benchmark itself" if path == measured.OWN else f"`{path}`" for path in paths]
+    return f"Changed since it was measured: {', '.join(named)}."
 
 
 def _origin(found: Mapping[str, Any]) -> str:

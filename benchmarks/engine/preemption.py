@@ -3,10 +3,20 @@
 The first part is figure 19 of PagedAttention (Kwon et al., SOSP 2023): for blocks of 1 to 256 tokens and sequences of
 8 to 2,000, the time until the state of a preempted sequence is back. *Swapping* copies its blocks to host memory and
 back, and maps them. *Recomputing* runs the steps that compute its tokens; the last of them yields the next token too,
-for which a swapped sequence needs a decode step more: regret is given without that step (`model_regret`) and with it
-(`model_regret_to_next_token`). In between another sequence allocates the blocks and writes into all of them. Both ways
-in turn, medians; the tokens must be those of an undisturbed run. The cost model's estimates are recorded before, on an
-engine that has served ordinary requests of other lengths.
+for which a swapped sequence needs a decode step more: regret is given without that step and with it
+(`…_to_next_token`). In between another sequence allocates the blocks and writes into all of them. The cost model's
+choice is recorded before, on an engine that has served ordinary requests of other lengths.
+
+*Regret* is the time of the chosen way over that of the better one. Both ways are measured in turn, so every round of a
+cell has a ratio of its own: of the chosen way's time to the other's. That a cell's median ratio exceeds one can be
+noise alone, and the worst of 40 cells would always be the noisiest. A choice therefore counts as wrong only as far as
+the cell's rounds prove it: by the bound that the median of its ratios is not below, with 95 % confidence
+(`least_median`). `model_regret` is the worst cell's bound, and 1 where no choice is proved wrong. What small errors
+cost together is in `regret_overall`: the chosen ways' times, all cells added up, over those of the better ways.
+
+Tokens are compared with those of an undisturbed run by engines in float32 (`tokens_equal`): of sequences that were
+swapped and recomputed as above, and of the requests of the second part. In bfloat16, in which times are measured,
+they differ rightly: a prompt's chunk rounds otherwise than the decode steps that it repeats.
 
 Three models with random weights: Qwen2.5-0.5B's shape with few layers, where copying should win; and two of one layer
 whose steps cost little. The *narrow* one has 128 bytes of cache a token, so that short blocks are mostly padding, the
@@ -21,6 +31,8 @@ swap, recompute, or choose, and on one that holds all of them.
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import statistics
 import tempfile
 import time
@@ -49,27 +61,41 @@ QWEN, NUM_LAYERS = "Qwen2.5-0.5B", {"cpu": 4, "cuda": 24}
 DRAWN = {QWEN: "Qwen2.5-0.5B, 4 layers", "narrow": "one narrow layer", "wide": "one wide layer"}
 ONE_LAYER = {"narrow": (1, 32), "wide": (64, 512)}  # heads, and their size
 LONGEST = {"wide": 256}
-BLOCKS, QUICK_BLOCKS, TINY_BLOCKS = (1, 4, 16, 64, 256), (1, 16, 256), (16,)
+BLOCKS, QUICK_BLOCKS, TINY_BLOCKS = (1, 4, 16, 64, 256), (16, 256), (16,)
 LENGTHS, QUICK_LENGTHS, TINY_LENGTHS = (8, 64, 256, 1000, 2000), (8, 256), (8,)
+ROUNDS, QUICK_ROUNDS = 15, 5
+COMPARED_BLOCK = 16  # tokens of a block where outputs are compared
 LEARNT_FROM = (16, 100, 400, 700, 1500)
 KV_BYTES = 8 << 30  # on CUDA a block has 2 MiB, whatever its number of tokens
 VOCABULARY = 1024
 # The second part: requests, tokens of each prompt and output, runs; and the share of all tokens that fit.
-PRESSURE, QUICK_PRESSURE, TINY_PRESSURE, FITTING = (24, 128, 96, 3), (12, 64, 48, 1), (4, 24, 8, 1), 0.5
+PRESSURE, QUICK_PRESSURE, TINY_PRESSURE, FITTING = (24, 128, 96, 3), (12, 64, 48, 1), (4, 8, 40, 1), 0.5
 BLOCK_TOKENS, GRANULE_BYTES = {"cpu": 16, "cuda": 64}, {"cpu": 4096, "cuda": 2 << 20}
 POLICIES: tuple[PreemptionPolicy, ...] = ("swap", "recompute", "auto")
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One sequence length at one block size; medians in seconds.
+class Round:
+    """Both ways, one after the other, in seconds.
 
     Attributes:
-        picked, expected: of the cost model, before the measurement.
         swap_s: copying out, copying in, and mapping.
         decode_s: the step after the swap.
         recompute_s: the steps until the next token.
-        tokens_equal: to those of an undisturbed run.
+    """
+
+    swap_s: float
+    decode_s: float
+    recompute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One sequence length at one block size.
+
+    Attributes:
+        picked, expected: of the cost model, before the measurement.
+        swap_s, decode_s, recompute_s: medians of the rounds.
     """
 
     model: str
@@ -80,16 +106,34 @@ class Cell:
     swap_s: float
     decode_s: float
     recompute_s: float
-    tokens_equal: bool
+    rounds: tuple[Round, ...]
 
     @property
     def better(self) -> PreemptionMode:
         return PreemptionCost(self.swap_s, self.recompute_s).better
 
+    @property
+    def picked_s(self) -> float:
+        return self.swap_s if self.picked == "swap" else self.recompute_s
+
     def regret(self, *, to_next_token: bool = False) -> float:
-        """Time of the picked way over that of the better way."""
-        swap_s = self.swap_s + to_next_token * self.decode_s
-        return (swap_s if self.picked == "swap" else self.recompute_s) / min(swap_s, self.recompute_s)
+        """Time of the picked way over that of the better one, as far as the rounds prove it; 1 if they do not."""
+        ratios = [(r.swap_s + to_next_token * r.decode_s) / r.recompute_s for r in self.rounds]
+        return max(1.0, least_median(ratios if self.picked == "swap" else [1 / ratio for ratio in ratios]))
+
+
+def least_median(samples: abc.Sequence[float]) -> float:
+    """A bound that the median of what these are samples of is not below, with 95 % confidence: the sample of which so
+    many others are lower as a fair coin, thrown once for each sample, shows heads in less than 5 % of all cases.
+
+    Raises:
+        ValueError: fewer than 5 samples, which prove nothing.
+    """
+    number = len(samples)
+    if 0.5**number > 0.05:
+        raise ValueError(f"{number} samples have no such bound; take at least 5")
+    at_most = itertools.accumulate(math.comb(number, heads) / 2**number for heads in range(number))
+    return sorted(samples)[sum(probability <= 0.05 for probability in at_most) - 1]
 
 
 def main() -> None:
@@ -113,22 +157,26 @@ def main() -> None:
                 for cell in measured:
                     record("preempted sequence", regret=cell.regret(), **asdict(cell))
                 cells += measured
+        equal = [outputs_equal(args, name, checkpoint) for name, checkpoint in paths.items()]
         pressed = next(iter(paths))
-        rates, preempted, pressed_equal = measure_pressure(args, pressed, paths[pressed])
+        rates, preempted = measure_pressure(args, pressed, paths[pressed])
+        equal.append(pressed_outputs_equal(args, pressed, paths[pressed]))
 
     forced = max(("swap", "recompute"), key=lambda name: statistics.median(rates[name]))
-    figures = {
-        "model_regret": max(cell.regret() for cell in cells),
-        "model_regret_to_next_token": max(cell.regret(to_next_token=True) for cell in cells),
-        "cells_won_by_swap": sum(cell.better == "swap" for cell in cells),
-        "cells_won_by_recompute": sum(cell.better == "recompute" for cell in cells),
-        "cells_picked_better": sum(cell.picked == cell.better for cell in cells),
-        "swap_prediction_error": median_error((c.expected.swap_s, c.swap_s) for c in cells),
-        "recompute_prediction_error": median_error((c.expected.recompute_s, c.recompute_s) for c in cells),
-        "tokens_equal": float(pressed_equal and all(cell.tokens_equal for cell in cells)),
-        "auto_vs_best_forced": harness.median_ratio(rates["auto"], rates[forced]),
-        "pressured_vs_unpressured": harness.median_ratio(rates["auto"], rates["unpressured"]),
-    } | {f"{name}_vs_unpressured": harness.median_ratio(rates[name], rates["unpressured"]) for name in POLICIES[:2]}
+    figures = (
+        regrets(cells)
+        | {
+            "cells_won_by_swap": sum(cell.better == "swap" for cell in cells),
+            "cells_won_by_recompute": sum(cell.better == "recompute" for cell in cells),
+            "cells_picked_better": sum(cell.picked == cell.better for cell in cells),
+            "swap_prediction_error": median_error((c.expected.swap_s, c.swap_s) for c in cells),
+            "recompute_prediction_error": median_error((c.expected.recompute_s, c.recompute_s) for c in cells),
+            "tokens_equal": float(all(equal)),
+            "auto_vs_best_forced": harness.median_ratio(rates["auto"], rates[forced]),
+            "pressured_vs_unpressured": harness.median_ratio(rates["auto"], rates["unpressured"]),
+        }
+        | {f"{name}_vs_unpressured": harness.median_ratio(rates[name], rates["unpressured"]) for name in POLICIES[:2]}
+    )
     print_cells(cells)
     print(f"\nthe same requests at once, room for {FITTING:.0%} of their tokens")
     for name, values in rates.items():
@@ -138,6 +186,14 @@ def main() -> None:
         print(f"  {key:28s}{value:8.3f}")
     raw = {"cells": [asdict(cell) for cell in cells], "tokens_per_s": rates, "preempted": preempted}
     harness.finish("preemption", args, figures, raw, draw)
+
+
+def regrets(cells: abc.Sequence[Cell]) -> dict[str, float]:
+    return {
+        "model_regret": max(cell.regret() for cell in cells),
+        "model_regret_to_next_token": max(cell.regret(to_next_token=True) for cell in cells),
+        "regret_overall": sum(c.picked_s for c in cells) / sum(min(c.swap_s, c.recompute_s) for c in cells),
+    }
 
 
 def make_one_layer(folder: Path, num_heads: int, dim: int) -> None:
@@ -154,9 +210,7 @@ def make_one_layer(folder: Path, num_heads: int, dim: int) -> None:
 
 def start_engine(args: argparse.Namespace, checkpoint: Path, **settings: Any) -> LLM:
     """An engine without a prefix cache, which would save recomputation."""
-    llm = LLM(checkpoint, device=args.device, skip_tokenizer_init=True, prefix_cache=False, **settings)
-    harness.note_engine(llm)
-    return llm
+    return LLM(checkpoint, device=args.device, skip_tokenizer_init=True, prefix_cache=False, **settings)
 
 
 def make_prompt(num_tokens: int) -> list[int]:
@@ -175,12 +229,13 @@ def median_error(pairs: Iterable[tuple[float, float]]) -> float:
 # ---- block sizes and lengths ----
 
 
-def measure_block(args: argparse.Namespace, model: str, checkpoint: Path, block_tokens: int) -> list[Cell]:
-    """Measure all lengths on an engine that has served ordinary requests without preemption."""
-    all_lengths = TINY_LENGTHS if args.tiny else QUICK_LENGTHS if args.quick else LENGTHS
-    repeats = 1 if args.tiny else 3 if args.quick else 5
-    lengths = [n for n in all_lengths if n <= LONGEST.get(model, n)]
-    llm = start_engine(
+def lengths_of(args: argparse.Namespace, model: str) -> list[int]:
+    lengths = TINY_LENGTHS if args.tiny else QUICK_LENGTHS if args.quick else LENGTHS
+    return [n for n in lengths if n <= LONGEST.get(model, n)]
+
+
+def start_for_cells(args: argparse.Namespace, checkpoint: Path, block_tokens: int, **settings: Any) -> LLM:
+    return start_engine(
         args,
         checkpoint,
         max_model_len=LENGTHS[-1] + 64,
@@ -189,39 +244,71 @@ def measure_block(args: argparse.Namespace, model: str, checkpoint: Path, block_
         kv_memory_bytes=KV_BYTES,
         swap_bytes=KV_BYTES,
         kv_idle_release_s=60,  # under preemption no page is idle
+        **settings,
     )
+
+
+def measure_block(args: argparse.Namespace, model: str, checkpoint: Path, block_tokens: int) -> list[Cell]:
+    """Measure all lengths on an engine that has served ordinary requests without preemption."""
+    lengths = lengths_of(args, model)
+    llm = start_for_cells(args, checkpoint, block_tokens)
+    harness.note_engine(llm)
     learnt_from = [make_prompt(n) for n in LEARNT_FROM if n <= lengths[-1]]
     for prompt in learnt_from:
         llm.generate([prompt], greedy(8))
     llm.generate(learnt_from[:3], greedy(8))
-    cells = [measure(llm, model, block_tokens, num_tokens, repeats) for num_tokens in lengths]
+    num_rounds = QUICK_ROUNDS if args.quick else ROUNDS
+    cells = [measure(llm, model, block_tokens, num_tokens, num_rounds) for num_tokens in lengths]
     llm.engine.check_integrity()
     llm.close()
     return cells
 
 
-def measure(llm: LLM, model: str, block_tokens: int, num_tokens: int, repeats: int) -> Cell:
+def measure(llm: LLM, model: str, block_tokens: int, num_tokens: int, num_rounds: int) -> Cell:
     """Ask the cost model about a request with this many computed tokens, then preempt it repeatedly in both ways."""
-    engine, prompt = llm.engine, make_prompt(num_tokens - 1)
-    engine.submit("preempted", prompt, greedy(5))
-    sequence = engine.requests["preempted"].sequences[0]
-    until_next_token(engine, sequence)
-    until_next_token(engine, sequence)  # requests are never swapped in their first step
+    engine = llm.engine
+    sequence = begin(engine, num_tokens)
     assert sequence.memory is not None
     picked = engine.recovery.choose_mode(engine.memory, [sequence])
     expected = engine.recovery.cost([(sequence.num_computed, 0)], engine.memory.swapping.num_bytes([sequence.memory]))
-    rounds, outputs = [], []
-    for _ in range(repeats + 1):
+    rounds = []
+    for _ in range(num_rounds + 1):
         swap_s, decode_s = swap(engine, sequence), until_next_token(engine, sequence)
-        outputs.append(rewind(engine, sequence, num_tokens))
-        recompute_s = recompute(engine, sequence)
-        outputs.append(rewind(engine, sequence, num_tokens))
-        rounds.append((swap_s, decode_s, recompute_s))
-    swap_s, decode_s, recompute_s = map(statistics.median, zip(*rounds[1:], strict=True))  # the first warms up
+        rewind(engine, sequence, num_tokens)
+        rounds.append(Round(swap_s, decode_s, recompute(engine, sequence)))
+        rewind(engine, sequence, num_tokens)
     engine.cancel("preempted")
-    [undisturbed] = llm.generate([prompt], greedy(4))
-    equal = all(tokens == undisturbed.token_ids[2:] for tokens in outputs)
-    return Cell(model, block_tokens, num_tokens, picked, expected, swap_s, decode_s, recompute_s, equal)
+    del rounds[0]  # it warms up
+    medians = {name: statistics.median(getattr(r, name) for r in rounds) for name in asdict(rounds[0])}
+    return Cell(model, block_tokens, num_tokens, picked, expected, **medians, rounds=tuple(rounds))
+
+
+def outputs_equal(args: argparse.Namespace, model: str, checkpoint: Path) -> bool:
+    """Whether preempted sequences have an undisturbed run's tokens, both ways and at all lengths, in float32."""
+    llm, equal = start_for_cells(args, checkpoint, COMPARED_BLOCK, dtype="float32"), True
+    for num_tokens in lengths_of(args, model):
+        sequence = begin(llm.engine, num_tokens)
+        outputs = []
+        for way in (swap, recompute):
+            way(llm.engine, sequence)
+            if way is swap:
+                until_next_token(llm.engine, sequence)
+            outputs.append(rewind(llm.engine, sequence, num_tokens))
+        llm.engine.cancel("preempted")
+        [undisturbed] = llm.generate([make_prompt(num_tokens - 1)], greedy(4))
+        equal &= all(tokens == undisturbed.token_ids[2:] for tokens in outputs)
+    llm.engine.check_integrity()
+    llm.close()
+    return equal
+
+
+def begin(engine: Engine, num_tokens: int) -> Sequence:
+    """A running request with this many computed tokens."""
+    engine.submit("preempted", make_prompt(num_tokens - 1), greedy(5))
+    sequence = engine.requests["preempted"].sequences[0]
+    until_next_token(engine, sequence)
+    until_next_token(engine, sequence)  # requests are never swapped in their first step
+    return sequence
 
 
 def rewind(engine: Engine, sequence: Sequence, num_tokens: int) -> list[int]:
@@ -294,38 +381,57 @@ def now(engine: Engine) -> float:
 
 def measure_pressure(
     args: argparse.Namespace, model: str, checkpoint: Path
-) -> tuple[dict[str, list[float]], dict[str, dict[PreemptionMode, float]], bool]:
-    """For each engine, output tokens per second and preemptions of a run; and whether all give the same tokens."""
-    count, prompt_tokens, new_tokens, repeats = QUICK_PRESSURE if args.quick else PRESSURE
-    if args.tiny:
-        count, prompt_tokens, new_tokens, repeats = TINY_PRESSURE
-    block_tokens = BLOCK_TOKENS[args.device]
-    token_bytes = NUM_LAYERS[args.device] * 512 if model == QWEN else 128
-    block_bytes = max(block_tokens * token_bytes, GRANULE_BYTES[args.device])
-    full_bytes = count * -(-(prompt_tokens + new_tokens) // block_tokens) * block_bytes
-    most = {"max_model_len": prompt_tokens + new_tokens, "max_num_seqs": count, "block_tokens": block_tokens}
-    anchor_bytes = block_bytes  # one page holds no blocks
-    engines = {"unpressured": start_engine(args, checkpoint, kv_memory_bytes=full_bytes + anchor_bytes, **most)}
-    for way in POLICIES:
-        budget = int(FITTING * full_bytes) + anchor_bytes
-        engines[way] = start_engine(args, checkpoint, kv_memory_bytes=budget, preemption=way, **most)
-    prompts = [make_prompt(prompt_tokens - i) for i in range(count)]
-    outputs: dict[str, list[list[int]]] = {}
+) -> tuple[dict[str, list[float]], dict[str, dict[PreemptionMode, float]]]:
+    """For each engine, output tokens per second, and preemptions of a run."""
+    engines, prompts, new_tokens, repeats = pressed_engines(args, model, checkpoint)
+    for llm in engines.values():
+        harness.note_engine(llm)
 
-    def run(name: str) -> float:
+    def run(llm: LLM) -> float:
         start = time.perf_counter()
-        completions = engines[name].generate(prompts, greedy(new_tokens))
-        elapsed = time.perf_counter() - start
-        outputs[name] = [completion.token_ids for completion in completions]
-        return count * new_tokens / elapsed
+        llm.generate(prompts, greedy(new_tokens))
+        return len(prompts) * new_tokens / (time.perf_counter() - start)
 
-    rates = harness.alternate({name: partial(run, name) for name in engines}, repeats)
+    rates = harness.alternate({name: partial(run, llm) for name, llm in engines.items()}, repeats)
     preempted = {}
     for name, llm in engines.items():
         preempted[name] = {way: n / (repeats + 1) for way, n in llm.engine.scheduler.begun.num_preempted.items()}
         llm.engine.check_integrity()
         llm.close()
-    return rates, preempted, all(tokens == outputs["unpressured"] for tokens in outputs.values())
+    return rates, preempted
+
+
+def pressed_outputs_equal(args: argparse.Namespace, model: str, checkpoint: Path) -> bool:
+    """Whether all engines give the same tokens in float32."""
+    engines, prompts, new_tokens, _ = pressed_engines(args, model, checkpoint, dtype="float32")
+    outputs = []
+    for name, llm in engines.items():
+        outputs.append([completion.token_ids for completion in llm.generate(prompts, greedy(new_tokens))])
+        assert any(llm.engine.scheduler.begun.num_preempted.values()) == (name in POLICIES)
+        llm.engine.check_integrity()
+        llm.close()
+    return all(tokens == outputs[0] for tokens in outputs)
+
+
+def pressed_engines(
+    args: argparse.Namespace, model: str, checkpoint: Path, **settings: Any
+) -> tuple[dict[str, LLM], list[list[int]], int, int]:
+    """An engine with memory for all tokens, and one of each policy with memory for a part; prompts, the number of
+    their output tokens, and repeats."""
+    count, prompt_tokens, new_tokens, repeats = QUICK_PRESSURE if args.quick else PRESSURE
+    if args.tiny:
+        count, prompt_tokens, new_tokens, repeats = TINY_PRESSURE
+    block_tokens = BLOCK_TOKENS[args.device]
+    token_bytes = (NUM_LAYERS[args.device] * 512 if model == QWEN else 128) * (2 if settings else 1)
+    block_bytes = max(block_tokens * token_bytes, GRANULE_BYTES[args.device])
+    full_bytes = count * -(-(prompt_tokens + new_tokens) // block_tokens) * block_bytes
+    most = {"max_model_len": prompt_tokens + new_tokens, "max_num_seqs": count, "block_tokens": block_tokens} | settings
+    anchor_bytes = block_bytes  # one page holds no blocks
+    engines = {"unpressured": start_engine(args, checkpoint, kv_memory_bytes=full_bytes + anchor_bytes, **most)}
+    for way in POLICIES:
+        budget = int(FITTING * full_bytes) + anchor_bytes
+        engines[way] = start_engine(args, checkpoint, kv_memory_bytes=budget, preemption=way, **most)
+    return engines, [make_prompt(prompt_tokens - i) for i in range(count)], new_tokens, repeats
 
 
 # ---- output ----
@@ -339,7 +445,7 @@ def print_cells(cells: abc.Sequence[Cell]) -> None:
         print(
             f"  {c.block_tokens:5d}{c.num_tokens:7d}{c.swap_s * 1e3:10.2f}{c.expected.swap_s * 1e3:9.2f}"
             f"{c.recompute_s * 1e3:15.2f}{c.expected.recompute_s * 1e3:9.2f}{c.decode_s * 1e3:12.2f}   {c.better:11s}"
-            f"{c.picked:11s}{c.regret():6.2f}{'' if c.tokens_equal else '   other tokens'}"
+            f"{c.picked:11s}{c.regret():6.2f}"
         )
 
 

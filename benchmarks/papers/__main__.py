@@ -10,7 +10,7 @@ conversations; block sizes; what the KV memory holds.
 
 vAttention (Prabhu et al., ASPLOS 2025), §7: iterations that wait for memory, allocation rates, waste (`mapped.py`).
 
-Figures of both papers that other benchmarks measure are run first if their results are older than their code:
+Benchmarks that measure more of both papers' figures are run first if their results are older than their code:
 `fragmentation`, `sharing`, `preemption`, `attention`, `mapping`. `docs/benchmarks/papers.md` is written from all
 results (`page.py`), by `python -m benchmarks.report --write`, too. --quick takes a few small runs of each kind, and
 writes no page.
@@ -23,8 +23,8 @@ import sys
 from typing import Any
 
 from benchmarks import harness, real_models, report
-from benchmarks.all import is_current
-from benchmarks.all import run_all as run_all_of
+from benchmarks.all import run_all as run_benchmarks
+from benchmarks.all import why_due
 from benchmarks.figures import BY_NAME
 from benchmarks.papers import drawn, mapped, real, sweep
 from benchmarks.papers.outcome import Outcome, Run, described
@@ -47,8 +47,8 @@ def simulated(*, quick: bool) -> dict[Run, Outcome]:
 def run_siblings() -> None:
     """Run the other benchmarks whose results are older than their code."""
     folder = harness.RESULTS / "cpu"
-    due = [BY_NAME[name] for name in SIBLINGS if not is_current(folder / f"{name}.json")]
-    if failed := run_all_of(due, folder, quick=False):
+    due = [BY_NAME[name] for name in SIBLINGS if why_due(BY_NAME[name], folder / f"{name}.json")]
+    if failed := run_benchmarks(due, folder, quick=False):
         sys.exit(str(failed))
 
 

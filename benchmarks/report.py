@@ -27,6 +27,7 @@ from typing import Any
 
 from benchmarks import harness, measured
 from benchmarks.figures import BENCHMARKS, BY_NAME, Benchmark, row_of
+from benchmarks.papers import page as papers
 
 COMMITTED = harness.RESULTS / "cpu"
 # Results with a picture, and the module whose `draw` makes it.
@@ -222,12 +223,14 @@ def write_documents() -> None:
     """Renew the documents from the committed results."""
     write(COMMITTED)
     ALL_FIGURES.write_text(all_figures())
+    papers.write()
     for page in documents():
         page.write_text(renewed(page.read_text()))
     PICTURES.mkdir(exist_ok=True)
     for name in DRAWN:
-        if (COMMITTED / f"{name}.png").exists():
-            shutil.copyfile(COMMITTED / f"{name}.png", PICTURES / f"{name}.png")
+        for drawn in (COMMITTED / f"{name}.png", *COMMITTED.glob(f"{name}-*.png")):
+            if drawn.exists():
+                shutil.copyfile(drawn, PICTURES / drawn.name)
 
 
 def draw(folder: Path) -> None:

@@ -154,12 +154,9 @@ def compare(sources: Mapping[int, Source], policies: Sequence[str], prefix: str 
             )
             raw[-1]["fleet_sizes"] = result.fleet_sizes[-1:]
         suffix = "" if n == USUAL else f"_{n}"
-        figures |= {
-            prefix + name + suffix: value
-            for name, value in (
-                figures_of(summaries[0], summaries[1:], single) | {"load_as_they_come": bounds[0]}
-            ).items()
-        }
+        of_size = figures_of(summaries[0], summaries[1:], single) | {"load_as_they_come": bounds[0]}
+        of_size["load_vs_as_they_come"] = of_size["load_max_over_mean"] / bounds[0]
+        figures |= {prefix + name + suffix: value for name, value in of_size.items()}
     return figures, raw
 
 

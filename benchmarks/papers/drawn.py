@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.papers.sweep import AT_ONCE, BLOCK_SIZES, BLOCKS_SEED, CHAT, ORDER, PREFIXES, SEVERAL, WIDTHS
 from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
 
-Points = list[tuple[float, float]]  # (rate, seconds a token)
+Points = list[tuple[float, float, float]]  # (rate, seconds a token: mean, median)
 
 NAMES = {
     "static": "whole batches, maximum reserved",
@@ -32,18 +32,19 @@ PAPER_SAVED = {"parallel": (6.09, 8.53, 9.79), "beam": (37.56, 53.13, 55.16)}
 
 
 def curves(result: Mapping[str, Any], where: str, kind: str) -> dict[str, Points]:
-    """System → points of mean normalised latency."""
+    """System → points of normalised latency."""
     found: dict[str, Points] = {}
     for row in result["raw"][where]:
         if row["kind"] == kind and row["seed"] != BLOCKS_SEED and row["rate"] < AT_ONCE:
-            found.setdefault(row["system"], []).append((row["rate"], row["mean_s"]))
+            found.setdefault(row["system"], []).append((row["rate"], row["mean_s"], row["median_s"]))
     return {system: sorted(found[system]) for system in ORDER if system in found}
 
 
 def draw_curves(plot: Any, found: Mapping[str, Points], most_s: float, title: str) -> None:
     for system, points in found.items():
-        rates, seconds = zip(*points, strict=True)
-        plot.plot(rates, seconds, marker="o", color=COLOURS[system], label=NAMES[system])
+        rates, means, medians = zip(*points, strict=True)
+        plot.plot(rates, means, marker="o", color=COLOURS[system], label=NAMES[system])
+        plot.plot(rates, medians, linestyle=":", linewidth=1.2, color=COLOURS[system])
     plot.set(ylim=(0, most_s), xlim=(0, None), xlabel="requests a second", title=title)
 
 
@@ -56,7 +57,7 @@ def latency(result: Mapping[str, Any], path: Path) -> None:
                 continue
             most_s = 1.0 if where == "simulated" else 8 * found["folio"][0][1]
             draw_curves(plots[i], found, most_s, f"{DATASETS[kind]}, {WHERE[where]}")
-            plots[i].set_ylabel("seconds a token, mean" if i % 2 == 0 else "")
+            plots[i].set_ylabel("seconds a token (dotted: median)" if i % 2 == 0 else "")
         legend_below(figure, plots[0], 3)
 
 
@@ -106,7 +107,7 @@ def decoding(result: Mapping[str, Any], path: Path) -> None:
             what = "beams" if kind.beams else "samples"
             draw_curves(plot, curves(result, "simulated", kind.name), 1.0, f"{kind.num_sequences} {what}")
         for plot in plots[::3]:
-            plot.set_ylabel("seconds a token, mean")
+            plot.set_ylabel("seconds a token (dotted: median)")
         legend_below(figure, plots[0], 2)
 
 
@@ -139,7 +140,7 @@ def prefix(result: Mapping[str, Any], path: Path) -> None:
     with picture(result, path, title, columns=3, height=3.4, sharey=True) as (figure, plots):
         for plot, kind, name in zip(plots, (*PREFIXES, CHAT), titles, strict=True):
             draw_curves(plot, curves(result, "simulated", kind.name), 1.0, name)
-        plots[0].set_ylabel("seconds a token, mean")
+        plots[0].set_ylabel("seconds a token (dotted: median)")
         legend_below(figure, plots[2], 2)
 
 

@@ -79,9 +79,9 @@ class Claim:
         """The row's cells: mark and claim, the paper's figure, ours, ours on this machine."""
         if self.because:
             return [f"not here: {self.claim}", _said(self), self.because, ""]
-        mark = "✓" if self.is_held else "✗"
+        mark = ("✓ " if self.is_held else "✗ ") if self.paper or self.holds else ""
         ours, here = (marker(key, self.form, self.times) + self.unit if key else "" for key in (self.ours, self.here))
-        return [f"{mark} {self.claim}", _said(self), ours, here]
+        return [f"{mark}{self.claim}", _said(self), ours, here]
 
 
 def figure(key: str) -> float:
@@ -135,8 +135,8 @@ def _section(section: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"## {section['title']}", "")
     if text := section.get("text"):
         yield from (with_figures(text).strip(), "")
-    if name := section.get("picture"):
-        yield from (f"![{section['title']}](pictures/{name}.png)", "")
+    for name, shows in section.get("pictures", {}).items():
+        yield from (f"![{shows}](pictures/{name}.png)", "")
     ours, here = section.get("columns", ("Simulated", "This machine"))
     has_here = any(claim.here for claim in claims)
     head = ["", "Paper", ours, here][: 4 if has_here else 3]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
-from benchmarks import workloads
+from benchmarks import harness, workloads
 from benchmarks.engine.sharing import ENTROPY_NATS, beam_steps, discount_for
 from benchmarks.simulator.traffic import Arrival, arrival_of
 from benchmarks.workloads import Lengths
@@ -19,8 +21,10 @@ PREFIX_TOKENS = {"one_example": 80, "five_examples": 341}
 _SENTENCE, _TRANSLATION = (20, 60), (20, 60)
 # §6.5: the last tokens of a conversation are the prompt, and as many may be generated.
 CHAT_WINDOW = 1024
-# Mean and spread of a turn's number in its conversation: ShareGPT's conversations are long.
+# Most turns before the one that is asked: ShareGPT's conversations are long.
 _TURNS = 6
+# Lengths of production traffic: ServeGen's published clients (arXiv 2505.09999), requests that OPT can take.
+TRACE, TRACE_LONGEST = harness.ROOT.parent / "shared" / "traces" / "servegen_models.csv", 2048
 
 DATASETS: Mapping[str, Callable[[int, int], Lengths]] = {"sharegpt": workloads.sharegpt, "alpaca": workloads.alpaca}
 
@@ -30,7 +34,7 @@ class Kind:
     """What is asked for.
 
     Attributes:
-        dataset: of the lengths: "sharegpt", "alpaca", "chat", or a key of `PREFIX_TOKENS`.
+        dataset: of the lengths: "sharegpt", "alpaca", "chat", "servegen", or a key of `PREFIX_TOKENS`.
         num_sequences: samples, or beams.
     """
 
@@ -48,11 +52,20 @@ def lengths(dataset: str, count: int, seed: int) -> Lengths:
     """(prompt, output) in tokens, common prefixes included."""
     if dataset in DATASETS:
         return DATASETS[dataset](count, seed)
+    if dataset == "servegen":
+        return list(itertools.islice(itertools.cycle(_traced()), count))
     rng = random.Random(f"{dataset} {seed}")
     if dataset == "chat":
         return _chat(count, seed, rng)
     prefix = PREFIX_TOKENS[dataset]
     return [(prefix + rng.randint(*_SENTENCE), rng.randint(*_TRANSLATION)) for _ in range(count)]
+
+
+@cache
+def _traced() -> Lengths:
+    with TRACE.open() as file:
+        rows = [(int(row["input_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+    return [(prompt, output) for prompt, output in rows if prompt and output and prompt + output <= TRACE_LONGEST]
 
 
 def _chat(count: int, seed: int, rng: random.Random) -> Lengths:

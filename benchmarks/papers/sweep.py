@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks.papers.outcome import FOLIO, Outcome, Run
-from benchmarks.papers.requests import Kind
+from benchmarks.papers.requests import TRACE, Kind
 
 # From the least to the best, as in the paper.
 ORDER = ("static", "max", "pow2", "oracle", FOLIO)
@@ -22,7 +22,7 @@ EQUAL = {"simulated": 1.03, "real": 1.15}
 WIDTHS = (2, 4, 6)
 SEVERAL = [Kind("alpaca", width, beams=beams) for beams in (False, True) for width in WIDTHS]
 PREFIXES, CHAT = (Kind("one_example"), Kind("five_examples")), Kind("chat")
-BASIC = (Kind("sharegpt"), Kind("alpaca"))
+BASIC, TRACED = (Kind("sharegpt"), Kind("alpaca")), Kind("servegen")
 # Of the runs by block size.
 BLOCKS_SEED = 1
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -49,6 +49,7 @@ class Sweep:
 SIMULATED: tuple[Sweep, ...] = (
     Sweep(BASIC[0], ORDER, (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5), 1200.0),
     Sweep(BASIC[1], ORDER, (2.0, 4.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 80.0), 240.0),
+    Sweep(TRACED, ORDER, (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0), 600.0),
     *(Sweep(kind, ("max", "pow2", "oracle", FOLIO), (1.0, 3.0, 6.0, 9.0, 12.0, 16.0, 24.0), 90.0) for kind in SEVERAL),
     Sweep(PREFIXES[0], ("oracle", FOLIO), (10.0, 15.0, 20.0, 25.0, 30.0, 35.0, 40.0, 50.0), 120.0),
     Sweep(PREFIXES[1], ("oracle", FOLIO), (5.0, 7.5, 10.0, 15.0, 20.0, 25.0, 30.0, 40.0), 120.0),
@@ -59,8 +60,11 @@ BLOCK_RATES = {"sharegpt": (3.0, 600.0), "alpaca": (64.0, 60.0)}
 
 
 def simulated_runs(*, quick: bool) -> list[Run]:
-    """All runs of the simulator."""
-    runs = [run for sweep in SIMULATED for run in (_few(sweep) if quick else sweep).runs()]
+    """All runs of the simulator; those of the trace if it is there."""
+    if not TRACE.is_file():
+        print(f"not measured: servegen, because there is no {TRACE.name} (github.com/alibaba/ServeGen)")
+    sweeps = [sweep for sweep in SIMULATED if sweep.kind != TRACED or TRACE.is_file()]
+    runs = [run for sweep in sweeps for run in (_few(sweep) if quick else sweep).runs()]
     for dataset, (rate, duration_s) in BLOCK_RATES.items():
         sizes = BLOCK_SIZES[::4] if quick else BLOCK_SIZES
         seconds = duration_s / 10 if quick else duration_s

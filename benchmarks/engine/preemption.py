@@ -25,7 +25,7 @@ whose steps cost little. The *narrow* one has 128 bytes of cache a token, so tha
 The second part is the effect on throughput: the same requests on engines whose KV cache holds half of them and that
 swap, recompute, or choose, and on one that holds all of them.
 
---quick measures fewer cells, and less often; --tiny only shows that this program works.
+--quick measures fewer cells, of the models of one layer, and less often; --tiny only shows that this program works.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ from folio.vmem import StepDemand
 QWEN, NUM_LAYERS = "Qwen2.5-0.5B", {"cpu": 4, "cuda": 24}
 DRAWN = {QWEN: "Qwen2.5-0.5B, 4 layers", "narrow": "one narrow layer", "wide": "one wide layer"}
 ONE_LAYER = {"narrow": (1, 32), "wide": (64, 512)}  # heads, and their size
+MODELS = (QWEN, *ONE_LAYER)
 LONGEST = {"wide": 256}
-BLOCKS, QUICK_BLOCKS, TINY_BLOCKS = (1, 4, 16, 64, 256), (16, 256), (16,)
+BLOCKS, QUICK_BLOCKS, TINY_BLOCKS = (1, 4, 16, 64, 256), (1, 64), (16,)
 LENGTHS, QUICK_LENGTHS, TINY_LENGTHS = (8, 64, 256, 1000, 2000), (8, 256), (8,)
 ROUNDS, QUICK_ROUNDS = 15, 5
 COMPARED_BLOCK = 16  # tokens of a block where outputs are compared
@@ -144,7 +145,9 @@ def main() -> None:
     blocks = TINY_BLOCKS if args.tiny else QUICK_BLOCKS if args.quick else BLOCKS
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
-        paths = {name: Path(folder, name) for name in (["narrow"] if args.tiny else [QWEN, *ONE_LAYER])}
+        paths = {
+            name: Path(folder, name) for name in (["narrow"] if args.tiny else MODELS[1:] if args.quick else MODELS)
+        }
         for name, checkpoint in paths.items():
             if name == QWEN:
                 checkpoints.write_qwen(checkpoint, NUM_LAYERS[args.device])
@@ -160,7 +163,7 @@ def main() -> None:
         equal = [outputs_equal(args, name, checkpoint) for name, checkpoint in paths.items()]
         pressed = next(iter(paths))
         rates, preempted = measure_pressure(args, pressed, paths[pressed])
-        equal.append(pressed_outputs_equal(args, pressed, paths[pressed]))
+        equal.append(pressed_outputs_equal(args, "narrow", paths["narrow"]))
 
     forced = max(("swap", "recompute"), key=lambda name: statistics.median(rates[name]))
     figures = (

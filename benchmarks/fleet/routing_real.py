@@ -303,11 +303,11 @@ def _mean_ttft_s(records: Sequence[Record]) -> float:
 
 def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
     """Run all three parts. Returns figures and raw data."""
-    duration_s, repeats = (15.0, 1) if quick else (40.0, 3)
+    validation_s, duration_s, repeats = (15.0, 8.0, 1) if quick else (240.0, 40.0, 3)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder))
         with served("folio-chat", serve_args(Path(folder))) as server:
-            validation = sim_vs_real(server, 6 * duration_s, 0.35)
+            validation = sim_vs_real(server, validation_s, 0.35)
             print(
                 f"{validation['requests']} requests: TTFT mean simulated "
                 f"{statistics.mean(validation['sim_ttft_s']):.3f} s, real "
@@ -315,7 +315,7 @@ def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
                 f"{validation['sim_hit_share']:.3f}, real {validation['real_hit_share']:.3f}"
             )
             runs = compare_routers(server, draw_turns(31, duration_s, 0.35), repeats)
-            scaling = scale_and_kill(server, 10.0 if quick else 25.0, 1.0)
+            scaling = scale_and_kill(server, 6.0 if quick else 25.0, 1.0)
             print(
                 f"scaling: 1 → {scaling['most']} → {scaling['last']} replicas, {scaling['requests']} requests, "
                 f"{scaling['resent']} sent again, {scaling['lost']} lost; one killed at {scaling['killed_at']} s"

@@ -10,7 +10,7 @@ its memfd, by the kernel's figures; on CUDA the engine's report), and of these t
 release are the defaults: idle pages are given back after half a second, cached prefixes after a minute, and the time
 until memory is given back has that minute in it. Prompts do not repeat.
 
---quick runs each once, with fewer requests, and releases cached prefixes after 3 s; --tiny only shows that this program
+--quick runs each once, with fewer requests, and releases cached prefixes after 5 s; --tiny only shows that this program
 works.
 """
 
@@ -72,7 +72,7 @@ class Sizes:
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
-    waves = (1, 8, 1) if args.quick else (1, 4, 16, 32, 16, 4, 1)
+    waves = (1, 16, 1) if args.quick else (1, 4, 16, 32, 16, 4, 1)
     if args.tiny:
         load = {
             "idle_s": (0.7, 1.6),
@@ -83,7 +83,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
             "warm_up": False,
         }
         return Sizes("cpu", TINY_SHAPE, 2 * 2 * 2 * 16 * 2, 4, 1, (1, 2), **load)  # type: ignore[arg-type]
-    idle: dict[str, Any] = {"idle_s": (2.0, 6.0), "prefix_cache_release_s": 3.0} if args.quick else {}
+    idle: dict[str, Any] = {"idle_s": (2.0, 8.0), "prefix_cache_release_s": 5.0} if args.quick else {}
     if args.device == "cuda":
         token_bytes, repeats = NUM_LAYERS * 2 * 8 * 128 * 2, 2 if args.quick else 5
         return Sizes("cuda", SHAPES["cuda"], token_bytes, 96, repeats, waves, at_once=64, **idle)

@@ -370,8 +370,8 @@ def measure_first_tokens(
 
 def main() -> None:
     args = harness.arguments(__doc__).parse_args()
-    counts = {"alpaca": 48, "sharegpt": 16} if args.quick else {"alpaca": 1600, "sharegpt": 480}
-    num_layers, num_requests, repeats, num_prefixes, pairs = (2, 4, 1, 1, 2) if args.quick else (24, 32, 3, 5, 15)
+    counts = {"alpaca": 24, "sharegpt": 8} if args.quick else {"alpaca": 1600, "sharegpt": 480}
+    num_layers, num_requests, repeats, num_prefixes, pairs = (2, 3, 1, 1, 1) if args.quick else (24, 32, 3, 5, 15)
     figures: dict[str, float] = {}
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for copies of a few KiB, two threads that wait for each other are slower

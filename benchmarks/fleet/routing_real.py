@@ -315,7 +315,7 @@ def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
                 f"{validation['sim_hit_share']:.3f}, real {validation['real_hit_share']:.3f}"
             )
             runs = compare_routers(server, draw_turns(31, duration_s, 0.35), repeats)
-            scaling = scale_and_kill(server, 6.0 if quick else 25.0, 1.0)
+            scaling = scale_and_kill(server, 10.0 if quick else 25.0, 1.0)
             print(
                 f"scaling: 1 → {scaling['most']} → {scaling['last']} replicas, {scaling['requests']} requests, "
                 f"{scaling['resent']} sent again, {scaling['lost']} lost; one killed at {scaling['killed_at']} s"

@@ -10,7 +10,7 @@ figures are shares of texts that equal the one of the request alone.
 Price: tokens per second with the mode over those without: medians of pairs of steps, of both engines in one process in
 turn. Decode: steps of 1 and 16 sequences after prompts of 128 tokens, and of 4 after 1,024. Prefill: a prompt of 1,024.
 
---quick: few requests and steps.
+--quick: packed weights only, few requests and steps, short prompts.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ Seconds = dict[str, dict[str, list[float]]]  # scenario → mode → times
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Size of the measurements. `requests`: of each kind; `steps` and `prefills` of each engine are timed."""
+    """Size of the measurements. `requests`: of each kind; `steps` and `prefills` of each engine are timed; prompts of
+    steps and prefills have the `prompt_part`th part of their tokens."""
 
     requests: int = 16
     new_tokens: int = 64
     steps: int = 100
     prefills: int = 9
+    prompt_part: int = 1
 
 
-QUICK = Sizes(requests=2, new_tokens=16, steps=5, prefills=1)
+QUICK = Sizes(requests=1, new_tokens=8, steps=5, prefills=1, prompt_part=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +138,9 @@ def decode_seconds(llms: Mapping[str, LLM], num_prompts: int, prompt_tokens: int
     return seconds
 
 
-def prefill_seconds(llm: LLM) -> float:
+def prefill_seconds(llm: LLM, prompt_tokens: int) -> float:
     start = time.perf_counter()
-    begin(llm, 1, PREFILL)
+    begin(llm, 1, prompt_tokens)
     seconds = time.perf_counter() - start
     end(llm)
     return seconds
@@ -146,8 +148,11 @@ def prefill_seconds(llm: LLM) -> float:
 
 def measure_speed(llms: Mapping[str, LLM], sizes: Sizes) -> tuple[dict[str, float], Seconds]:
     """Ratio of each scenario's tokens per second, with the mode over without; and all times."""
-    seconds = {name: decode_seconds(llms, *scenario, sizes.steps) for name, scenario in DECODES.items()}
-    prefills = {mode: partial(prefill_seconds, llm) for mode, llm in llms.items()}
+    seconds = {
+        name: decode_seconds(llms, num_prompts, prompt_tokens // sizes.prompt_part, sizes.steps)
+        for name, (num_prompts, prompt_tokens) in DECODES.items()
+    }
+    prefills = {mode: partial(prefill_seconds, llm, PREFILL // sizes.prompt_part) for mode, llm in llms.items()}
     seconds["prefill"] = harness.alternate(prefills, sizes.prefills)
     return {name: harness.median_ratio(of["default"], of["invariant"]) for name, of in seconds.items()}, seconds
 
@@ -161,8 +166,11 @@ def main() -> None:
     figures: dict[str, float] = {}
     raw: dict[str, Seconds] = {}
     with tempfile.TemporaryDirectory() as folder:
-        real_models.write_dequantised(file, Path(folder))
-        for form, model in (("packed", str(file)), ("bfloat16", folder)):
+        forms = {"packed": str(file)}
+        if not args.quick:
+            real_models.write_dequantised(file, Path(folder))
+            forms["bfloat16"] = folder
+        for form, model in forms.items():
             with ExitStack() as closing:
                 llms = {
                     mode: closing.enter_context(

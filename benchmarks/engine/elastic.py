@@ -87,8 +87,9 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     if args.device == "cuda":
         token_bytes, repeats = NUM_LAYERS * 2 * 8 * 128 * 2, 2 if args.quick else 5
         return Sizes("cuda", SHAPES["cuda"], token_bytes, 96, repeats, waves, at_once=64, **idle)
-    num_requests, repeats = (32, 1) if args.quick else (96, 5)
-    return Sizes("cpu", SHAPES["cpu"], NUM_LAYERS * 2 * 2 * 64 * 2, num_requests, repeats, waves, **idle)
+    num_requests, repeats = (12, 1) if args.quick else (96, 5)
+    short: dict[str, Any] = {"at_once": 8, "prompt_tokens": 96, "new_tokens": 12} if args.quick else {}
+    return Sizes("cpu", SHAPES["cpu"], NUM_LAYERS * 2 * 2 * 64 * 2, num_requests, repeats, waves, **idle, **short)
 
 
 class Sampler(threading.Thread):

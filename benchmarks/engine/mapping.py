@@ -7,8 +7,9 @@ deferred reclamation and eager allocation, without each of them in turn, and wit
 
 The time of a step follows from the memory bandwidth and the matrix rate of the device, measured in this run: on a
 CPU for Qwen2.5-0.5B, on CUDA for Llama-3-8B, and on either for a model with shorter steps. A step lasts at most 50 ms
-here, which leaves the mapper less time than it would have; shares are still of the whole step. On CUDA the default's
-pages are compared with whole blocks, too; `benchmarks.mapping_simulated` counts both without a device.
+here (10 in a quick run), which leaves the mapper less time than it would have; shares are still of the whole step. On
+CUDA the default's pages are compared with whole blocks, too; `benchmarks.mapping_simulated` counts both without a
+device.
 
 --quick replays fewer requests; --tiny only shows that this program works. The trace is
 `AzureLLMInferenceTrace_code.csv` of github.com/Azure/AzurePublicDataset (CC-BY-4.0; Patel et al., "Splitwise", ISCA
@@ -53,7 +54,9 @@ from folio.vmem import (
 MEAN_PROMPT = 2048
 MAX_TOKENS = workloads.AZURE_LONGEST
 NUM_SEQS, CHUNK_TOKENS = 16, 1024
-LONGEST_STEP_S = 0.05
+LONGEST_STEP_S, QUICK_LONGEST_STEP_S = 0.05, 0.01
+# Side of the matrices of a quick run's product: in bfloat16 it takes some processors seconds.
+QUICK_PRODUCT_SIZE = 512
 VARIANTS = {
     "all on": MappingOptions(),
     "no overlap": MappingOptions(overlap=False),
@@ -116,7 +119,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="smallest sizes, on the CPU")
     args = parser.parse_args()
     args.quick |= args.tiny
-    num_requests, repeats = (24, 1) if args.quick else (120, 3)
+    num_requests, repeats = (16 if args.device == "cpu" else 24, 1) if args.quick else (120, 3)
     lengths, workload = workloads.azure(args.trace, num_requests, 0)
     if args.tiny:
         lengths = [(64, 2), (65, 2)]
@@ -167,7 +170,10 @@ def main() -> None:
 def models(args: argparse.Namespace) -> tuple[Model, Model]:
     """The model of the main figure, and a smaller one with shorter steps."""
     device = torch.device(args.device)
-    bandwidth, flops = (1e11, 1e13) if args.tiny else (read_limit(device)(), product_limit(device, torch.bfloat16)())
+    size = QUICK_PRODUCT_SIZE if args.quick and args.device == "cpu" else 0
+    bandwidth, flops = (
+        (1e11, 1e13) if args.tiny else (read_limit(device)(), product_limit(device, torch.bfloat16, size)())
+    )
     if args.device == "cuda":
         large = Model("Llama-3-8B", (LayerSpec(8, 128, 128),) * 32, 7.0e9, bandwidth, flops)
         return large, Model("Qwen2.5-0.5B", (LayerSpec(2, 64, 64),) * 24, 3.6e8, bandwidth, flops)
@@ -183,7 +189,8 @@ def share_of(
     options: MappingOptions,
 ) -> float:
     busy = busy_cuda if args.device == "cuda" else busy_cpu
-    return replay(make_backend(args, 1 << 40), model, lengths, kind, options, busy).share
+    longest_step_s = QUICK_LONGEST_STEP_S if args.quick and args.device == "cpu" else LONGEST_STEP_S
+    return replay(make_backend(args, 1 << 40), model, lengths, kind, options, busy, longest_step_s=longest_step_s).share
 
 
 def layout_kind(device: str) -> LayoutKind:
@@ -206,6 +213,7 @@ def replay(
     options: MappingOptions,
     busy: Callable[[float, KVMemory], None],
     clock: Callable[[], float] = time.monotonic,
+    longest_step_s: float = LONGEST_STEP_S,
 ) -> Replay:
     """Replay all requests, as many at once as the scheduler admits, beginning with empty memory.
 
@@ -244,7 +252,7 @@ def replay(
         num_tokens = sum(s.num_tokens for s in scheduled)
         num_cached = sum(s.sequence.num_computed + s.num_tokens for s in scheduled)
         step_s = model.step_s(num_tokens, num_cached, layout.payload_bytes)
-        busy(min(step_s, LONGEST_STEP_S), memory)
+        busy(min(step_s, longest_step_s), memory)
         steps_s += step_s
         num_steps += 1
         sampling = [s for s in scheduled if s.samples]

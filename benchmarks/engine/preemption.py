@@ -5,18 +5,12 @@ The first part is figure 19 of PagedAttention (Kwon et al., SOSP 2023): for bloc
 back, and maps them. *Recomputing* runs the steps that compute its tokens; the last of them yields the next token too,
 for which a swapped sequence needs a decode step more: regret is given without that step and with it
 (`…_to_next_token`). In between another sequence allocates the blocks and writes into all of them. The cost model's
-choice is recorded before, on an engine that has served ordinary requests of other lengths.
-
-*Regret* is the time of the chosen way over that of the better one. Both ways are measured in turn, so every round of a
-cell has a ratio of its own: of the chosen way's time to the other's. That a cell's median ratio exceeds one can be
-noise alone, and the worst of 40 cells would always be the noisiest. A choice therefore counts as wrong only as far as
-the cell's rounds prove it: by the bound that the median of its ratios is not below, with 95 % confidence
-(`least_median`). `model_regret` is the worst cell's bound, and 1 where no choice is proved wrong. What small errors
-cost together is in `regret_overall`: the chosen ways' times, all cells added up, over those of the better ways.
+choice is recorded before, on an engine that has served ordinary requests of other lengths. What counts as a wrong one
+is in `benchmarks.engine.preemption_regret`.
 
 Tokens are compared with those of an undisturbed run by engines in float32 (`tokens_equal`): of sequences that were
-swapped and recomputed as above, and of the requests of the second part. In bfloat16, in which times are measured,
-they differ rightly: a prompt's chunk rounds otherwise than the decode steps that it repeats.
+swapped and recomputed as above, and of the narrow model's requests in the second part's engines. In bfloat16, in which
+times are measured, they differ rightly: a prompt's chunk rounds otherwise than the decode steps that it repeats.
 
 Three models with random weights: Qwen2.5-0.5B's shape with few layers, where copying should win; and two of one layer
 whose steps cost little. The *narrow* one has 128 bytes of cache a token, so that short blocks are mostly padding, the
@@ -25,28 +19,29 @@ whose steps cost little. The *narrow* one has 128 bytes of cache a token, so tha
 The second part is the effect on throughput: the same requests on engines whose KV cache holds half of them and that
 swap, recompute, or choose, and on one that holds all of them.
 
---quick measures fewer cells, and less often; --tiny only shows that this program works.
+--quick measures fewer cells, on CPUs of the models of one layer only, and less often; --tiny only shows that this
+program works.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
 import statistics
 import tempfile
 import time
 from collections import abc
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
 from benchmarks import checkpoints, harness
+from benchmarks.engine.preemption_regret import Cell, Round, print_cells, regrets
 from benchmarks.facts import record
 from benchmarks.picture import OURS, legend_below, picture, plain_numbers
 from folio.app.config.engine import PreemptionPolicy
@@ -54,14 +49,14 @@ from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.engine import Engine
 from folio.app.engine.layers.batch import demands
 from folio.app.engine.request.request import Sequence
-from folio.app.engine.schedule.preemption import PreemptionCost, PreemptionMode
+from folio.app.engine.schedule.preemption import PreemptionMode
 from folio.vmem import StepDemand
 
 QWEN, NUM_LAYERS = "Qwen2.5-0.5B", {"cpu": 4, "cuda": 24}
 DRAWN = {QWEN: "Qwen2.5-0.5B, 4 layers", "narrow": "one narrow layer", "wide": "one wide layer"}
 ONE_LAYER = {"narrow": (1, 32), "wide": (64, 512)}  # heads, and their size
 LONGEST = {"wide": 256}
-BLOCKS, QUICK_BLOCKS, TINY_BLOCKS = (1, 4, 16, 64, 256), (16, 256), (16,)
+BLOCKS, QUICK_BLOCKS, TINY_BLOCKS = (1, 4, 16, 64, 256), (1, 64), (16,)
 LENGTHS, QUICK_LENGTHS, TINY_LENGTHS = (8, 64, 256, 1000, 2000), (8, 256), (8,)
 ROUNDS, QUICK_ROUNDS = 15, 5
 COMPARED_BLOCK = 16  # tokens of a block where outputs are compared
@@ -74,68 +69,6 @@ BLOCK_TOKENS, GRANULE_BYTES = {"cpu": 16, "cuda": 64}, {"cpu": 4096, "cuda": 2 <
 POLICIES: tuple[PreemptionPolicy, ...] = ("swap", "recompute", "auto")
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Both ways, one after the other, in seconds.
-
-    Attributes:
-        swap_s: copying out, copying in, and mapping.
-        decode_s: the step after the swap.
-        recompute_s: the steps until the next token.
-    """
-
-    swap_s: float
-    decode_s: float
-    recompute_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One sequence length at one block size.
-
-    Attributes:
-        picked, expected: of the cost model, before the measurement.
-        swap_s, decode_s, recompute_s: medians of the rounds.
-    """
-
-    model: str
-    block_tokens: int
-    num_tokens: int
-    picked: PreemptionMode
-    expected: PreemptionCost
-    swap_s: float
-    decode_s: float
-    recompute_s: float
-    rounds: tuple[Round, ...]
-
-    @property
-    def better(self) -> PreemptionMode:
-        return PreemptionCost(self.swap_s, self.recompute_s).better
-
-    @property
-    def picked_s(self) -> float:
-        return self.swap_s if self.picked == "swap" else self.recompute_s
-
-    def regret(self, *, to_next_token: bool = False) -> float:
-        """Time of the picked way over that of the better one, as far as the rounds prove it; 1 if they do not."""
-        ratios = [(r.swap_s + to_next_token * r.decode_s) / r.recompute_s for r in self.rounds]
-        return max(1.0, least_median(ratios if self.picked == "swap" else [1 / ratio for ratio in ratios]))
-
-
-def least_median(samples: abc.Sequence[float]) -> float:
-    """A bound that the median of what these are samples of is not below, with 95 % confidence: the sample of which so
-    many others are lower as a fair coin, thrown once for each sample, shows heads in less than 5 % of all cases.
-
-    Raises:
-        ValueError: fewer than 5 samples, which prove nothing.
-    """
-    number = len(samples)
-    if 0.5**number > 0.05:
-        raise ValueError(f"{number} samples have no such bound; take at least 5")
-    at_most = itertools.accumulate(math.comb(number, heads) / 2**number for heads in range(number))
-    return sorted(samples)[sum(probability <= 0.05 for probability in at_most) - 1]
-
-
 def main() -> None:
     parser = harness.arguments(__doc__, devices=("cpu", "cuda"))
     parser.add_argument("--tiny", action="store_true", help="smallest sizes, on the CPU")
@@ -144,7 +77,7 @@ def main() -> None:
     blocks = TINY_BLOCKS if args.tiny else QUICK_BLOCKS if args.quick else BLOCKS
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
-        paths = {name: Path(folder, name) for name in (["narrow"] if args.tiny else [QWEN, *ONE_LAYER])}
+        paths = {name: Path(folder, name) for name in models_of(args)}
         for name, checkpoint in paths.items():
             if name == QWEN:
                 checkpoints.write_qwen(checkpoint, NUM_LAYERS[args.device])
@@ -160,11 +93,12 @@ def main() -> None:
         equal = [outputs_equal(args, name, checkpoint) for name, checkpoint in paths.items()]
         pressed = next(iter(paths))
         rates, preempted = measure_pressure(args, pressed, paths[pressed])
-        equal.append(pressed_outputs_equal(args, pressed, paths[pressed]))
+        equal.append(pressed_outputs_equal(args, "narrow", paths["narrow"]))
 
     forced = max(("swap", "recompute"), key=lambda name: statistics.median(rates[name]))
     figures = (
         regrets(cells)
+        | by_block(cells)
         | {
             "cells_won_by_swap": sum(cell.better == "swap" for cell in cells),
             "cells_won_by_recompute": sum(cell.better == "recompute" for cell in cells),
@@ -188,12 +122,20 @@ def main() -> None:
     harness.finish("preemption", args, figures, raw, draw)
 
 
-def regrets(cells: abc.Sequence[Cell]) -> dict[str, float]:
-    return {
-        "model_regret": max(cell.regret() for cell in cells),
-        "model_regret_to_next_token": max(cell.regret(to_next_token=True) for cell in cells),
-        "regret_overall": sum(c.picked_s for c in cells) / sum(min(c.swap_s, c.recompute_s) for c in cells),
-    }
+def models_of(args: argparse.Namespace) -> tuple[str, ...]:
+    if args.tiny:
+        return ("narrow",)
+    return tuple(ONE_LAYER) if args.quick and args.device == "cpu" else (QWEN, *ONE_LAYER)
+
+
+def by_block(cells: abc.Sequence[Cell]) -> dict[str, float]:
+    """Figure 19: milliseconds of both ways for the first model's longest sequence, by block size; and the longest time
+    of a recomputation over that of a swap."""
+    first, longest = cells[0].model, max(cell.num_tokens for cell in cells if cell.model == cells[0].model)
+    of_longest = [cell for cell in cells if (cell.model, cell.num_tokens) == (first, longest)]
+    figures = {f"swap_ms_blocks_of_{cell.block_tokens}": 1e3 * cell.swap_s for cell in of_longest}
+    figures |= {f"recompute_ms_blocks_of_{cell.block_tokens}": 1e3 * cell.recompute_s for cell in of_longest}
+    return figures | {"recompute_vs_swap_most": max(cell.recompute_s / cell.swap_s for cell in of_longest)}
 
 
 def make_one_layer(folder: Path, num_heads: int, dim: int) -> None:
@@ -437,21 +379,9 @@ def pressed_engines(
 # ---- output ----
 
 
-def print_cells(cells: abc.Sequence[Cell]) -> None:
-    print("\n  block tokens   swap ms expected   recompute ms expected   decode ms   better     picked     regret")
-    for i, c in enumerate(cells):
-        if not i or cells[i - 1].model != c.model:
-            print(c.model)
-        print(
-            f"  {c.block_tokens:5d}{c.num_tokens:7d}{c.swap_s * 1e3:10.2f}{c.expected.swap_s * 1e3:9.2f}"
-            f"{c.recompute_s * 1e3:15.2f}{c.expected.recompute_s * 1e3:9.2f}{c.decode_s * 1e3:12.2f}   {c.better:11s}"
-            f"{c.picked:11s}{c.regret():6.2f}"
-        )
-
-
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Time of both ways by length, for each model, with few block sizes; dots are what the cost model picked."""
-    cells = [Cell(**cell | {"expected": PreemptionCost(**cell["expected"])}) for cell in result["raw"]["cells"]]
+    cells = [SimpleNamespace(**cell) for cell in result["raw"]["cells"]]
     models = list(dict.fromkeys(c.model for c in cells))
     sizes = sorted({c.block_tokens for c in cells})
     sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})

@@ -13,7 +13,7 @@ moved, files replaced. An engine starts with them each time, and its tokens are 
 
 **Start.** Reading the index of 10 GB of records, of the real model's size and of 16 KiB.
 
---quick: short prompts, fewer repeats and damages, 1 GB.
+--quick: short prompts, fewer repeats and damages, 0.2 GB.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class Sizes:
 QUICK = Sizes(
     prompts=2,
     prompt_tokens=300,
-    repeats=2,
+    repeats=1,
     load_requests=4,
     load_prompt=64,
     load_new=8,
-    damages=10,
-    index_bytes=1_000_000_000,
+    damages=4,
+    index_bytes=200_000_000,
 )
 
 

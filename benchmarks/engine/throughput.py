@@ -13,7 +13,7 @@ and the engine's overhead beside the model: its share of a step of 16 sequences 
 with a stub that only waits in place of the model. Tokens are counted over the whole wall time, prefill included, and
 prompts of a run are new, because of prefix caches.
 
---quick keeps 4 of 24 layers and runs once, look-ups 3 times. --rivals starts the servers that
+--quick keeps 2 of 24 layers, has short prompts and runs once, look-ups 3 times. --rivals starts the servers that
 `benchmarks.rival_servers` has installed, and measures real quantised models, too, into a result of their own
 (`benchmarks.real_throughput`).
 Others are started by hand on the same machine, on a checkpoint that `--checkpoint FOLDER` leaves there, and named by
@@ -57,7 +57,7 @@ from folio.app.config.engine import Quantization
 from folio.app.engine import LLM, SamplingParams
 
 VOCAB_SIZE, HIDDEN = checkpoints.QWEN_VOCABULARY, checkpoints.SHAPES[checkpoints.QWEN]["hidden_size"]
-NUM_REQUESTS, SHORTEST, LONGEST, SINGLE_PROMPT = 16, 32, 512, 32
+NUM_REQUESTS, SHORTEST, SINGLE_PROMPT = 16, 32, 32
 SHARED_TOKENS, OWN_TOKENS = 512, 32
 BRANCHES, BRANCHED_TOKENS = 4, 256
 ROOMS = 40
@@ -96,11 +96,14 @@ class Sizes:
 
     Attributes:
         repeats: runs of all candidates in turn, after one to warm up.
+        longest: tokens of the longest prompt of many at once.
         lookup_new: new tokens of each look-up, as many in a quick run: the first 16 repeat nothing.
+        product_size: side of the matrices that tell the machine's rate; 0: the usual one.
     """
 
     num_layers: int = 24
     repeats: int = 3
+    longest: int = 512
     new_tokens: int = 64
     shared_requests: int = 16
     shared_new: int = 32
@@ -108,17 +111,20 @@ class Sizes:
     beam_prompts: int = 2
     lookups: int = 12
     lookup_new: int = 64
+    product_size: int = 0
 
 
 QUICK = Sizes(
-    num_layers=4,
+    num_layers=2,
     repeats=1,
-    new_tokens=16,
-    shared_requests=4,
-    shared_new=8,
-    sampled_prompts=2,
+    longest=64,
+    new_tokens=8,
+    shared_requests=2,
+    shared_new=4,
+    sampled_prompts=1,
     beam_prompts=1,
-    lookups=4,
+    lookups=2,
+    product_size=512,
 )
 
 
@@ -127,8 +133,8 @@ def make_prompts(lengths: list[int], seed: int) -> list[list[int]]:
     return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
 
 
-def mixed_prompts(seed: int) -> list[list[int]]:
-    return make_prompts(torch.linspace(SHORTEST, LONGEST, NUM_REQUESTS).int().tolist(), seed)
+def mixed_prompts(seed: int, longest: int) -> list[list[int]]:
+    return make_prompts(torch.linspace(SHORTEST, longest, NUM_REQUESTS).int().tolist(), seed)
 
 
 def shared_prompts(count: int, seed: int) -> list[list[int]]:
@@ -239,7 +245,7 @@ class Candidates:
         beams = {"num_beams": BRANCHES, "num_return_sequences": BRANCHES}
 
         def mixed() -> Prompts:
-            return mixed_prompts(next(self._seeds))
+            return mixed_prompts(next(self._seeds), sizes.longest)
 
         def single() -> Prompts:
             return make_prompts([SINGLE_PROMPT], next(self._seeds))
@@ -309,7 +315,7 @@ def run_all(folder: Path, sizes: Sizes, urls: Mapping[str, str | None]) -> tuple
     candidates = Candidates(folder, sizes, urls)
     machine: dict[str, Run] = {
         "bandwidth": lambda: read_limit(CPU)(),
-        "flops": lambda: product_limit(CPU, torch.bfloat16)(),
+        "flops": lambda: product_limit(CPU, torch.bfloat16, sizes.product_size)(),
     }
     rates, machines = {}, {}
     for scenario, by in candidates.scenarios().items():
@@ -332,7 +338,9 @@ def run_all(folder: Path, sizes: Sizes, urls: Mapping[str, str | None]) -> tuple
 
 
 def figures_of(rates: Rates, machines: Mapping[str, Machine], weight_bytes: int, sizes: Sizes) -> dict[str, float]:
-    batch_limit = machines["batch16"].batch_tokens_per_s(mixed_prompts(SEED), sizes.new_tokens, weight_bytes)
+    batch_limit = machines["batch16"].batch_tokens_per_s(
+        mixed_prompts(SEED, sizes.longest), sizes.new_tokens, weight_bytes
+    )
     decode_limit = machines["decode"].steps_per_s(weight_bytes)
     figures = {
         f"{scenario}_vs_{rival}": harness.median_ratio(by["folio"], theirs)
@@ -380,7 +388,7 @@ def main() -> None:
                 running = servers.enter_context(rival_servers.running(folder, folder=args.rivals))
                 urls |= {name: rival.url for name, rival in running.items()}
             rates, machines, weight_bytes = run_all(folder, sizes, urls)
-        host = overhead.host_share(folder, mixed_prompts(SEED))
+        host = overhead.host_share(folder, mixed_prompts(SEED, sizes.longest))
     figures = figures_of(rates, machines, weight_bytes, sizes)
     figures |= {"host_overhead_share": host, "step_us_256_stub": overhead.step_us_stub()}
     show(rates, figures, sizes)

@@ -14,7 +14,7 @@ same settings; each idles while the other is measured.
 The load generator is this process, on the same cores: its processor time is
 reported. `--soak MINUTES` runs 0.7 of the capacity for this time instead, and fits a line to the memory of the
 processes.
---quick keeps 4 of 24 layers and does each once.
+--quick keeps 2 of 24 layers and does each once.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ class Sizes:
 
 
 QUICK = Sizes(
-    num_layers=4,
-    pairs=10,
+    num_layers=2,
+    pairs=5,
     repeats=1,
-    capacity_rounds=3,
-    loads=(0.5, 0.9),
+    capacity_rounds=2,
+    loads=(0.9,),
     load_s=3.0,
     trace_probe=20,
     trace_s=3.0,
-    overload_s=15.0,
+    overload_s=6.0,
     overloads=1,
 )
 

@@ -7,7 +7,8 @@ import statistics
 
 import pytest
 
-from benchmarks.engine.preemption import ROUNDS, Cell, Round, least_median, regrets
+from benchmarks.engine.preemption import ROUNDS
+from benchmarks.engine.preemption_regret import Cell, Round, least_median, regrets
 from folio.app.engine.schedule.preemption import PreemptionCost
 
 NUM_CELLS = 40

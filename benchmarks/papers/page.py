@@ -137,9 +137,8 @@ def _section(section: Mapping[str, Any]) -> Iterator[str]:
         yield from (with_figures(text).strip(), "")
     for name, shows in section.get("pictures", {}).items():
         yield from (f"![{shows}](pictures/{name}.png)", "")
-    ours, here = section.get("columns", ("Simulated", "This machine"))
-    has_here = any(claim.here for claim in claims)
-    head = ["", "Paper", ours, here][: 4 if has_here else 3]
+    columns = section.get("columns", ("Simulated", "This machine"))
+    head = ["", "Paper", *columns[: 1 + any(claim.here for claim in claims)]]
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for claim in claims:

@@ -51,8 +51,8 @@ SIMULATED: tuple[Sweep, ...] = (
     Sweep(BASIC[1], ORDER, (2.0, 4.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 80.0), 240.0),
     Sweep(TRACED, ORDER, (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0), 600.0),
     *(Sweep(kind, ("max", "pow2", "oracle", FOLIO), (1.0, 3.0, 6.0, 9.0, 12.0, 16.0, 24.0), 90.0) for kind in SEVERAL),
-    Sweep(PREFIXES[0], ("oracle", FOLIO), (10.0, 15.0, 20.0, 25.0, 30.0, 35.0, 40.0, 50.0), 120.0),
-    Sweep(PREFIXES[1], ("oracle", FOLIO), (5.0, 7.5, 10.0, 15.0, 20.0, 25.0, 30.0, 40.0), 120.0),
+    Sweep(PREFIXES[0], ("oracle", FOLIO), (20.0, 30.0, 35.0, 40.0, 50.0, 60.0, 75.0, 90.0, 110.0), 90.0),
+    Sweep(PREFIXES[1], ("oracle", FOLIO), (5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 75.0), 90.0),
     Sweep(CHAT, ("max", "pow2", "oracle", FOLIO), (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0), 1200.0),
 )
 # Blocks of each size, at a rate that those of 16 tokens just hold.

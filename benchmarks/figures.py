@@ -25,12 +25,14 @@ class Figure:
         meaning: may contain \1, \2 … for the key's groups.
         aim: such as "≥ 0.98"; empty for figures that are only reported.
         rival: what the figure is measured against, in the same run.
+        argued: the aim that was set first, and why it is another one, or none, now.
     """
 
     key: str
     meaning: str
     aim: str = ""
     rival: str = ""
+    argued: str = ""
 
     def meaning_of(self, key: str) -> str | None:
         """The meaning of this key; `None` if it is not one of these."""

@@ -103,6 +103,13 @@ def text_of(folder: Path, failed: Mapping[str, str]) -> str:
     head = ["| | Figure | Value | Aim | Against | Meaning |", "|---|---|---|---|---|---|"]
     lines += head + [row for _, row in missed] + [row for is_met, row in aims if is_met]
     lines += ["", "Not measured:", ""] + [f"- {row}" for row in _not_measured(results)]
+    lines += ["", "## Aims that were changed", ""]
+    lines += [
+        f"- `{benchmark.name}.{figure.key}` (now {figure.aim or 'none'}): {figure.argued}"
+        for benchmark in BENCHMARKS
+        for figure in benchmark.figures
+        if figure.argued
+    ]
     for name, found in there.items():
         lines += ["", *_section(BY_NAME[name], found, folder, stale.get(name, ()))]
     return "\n".join(lines) + "\n"

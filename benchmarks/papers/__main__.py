@@ -62,7 +62,8 @@ def main() -> None:
         sys.exit("the default model is needed: folio pull smollm2")
     figures, iterations = mapped.measure(quick=args.quick)
     outcomes = {"simulated": simulated(quick=args.quick)}
-    outcomes["real"] = real.measure(model, quick=args.quick)
+    outcomes["real"], others = real.measure(model, quick=args.quick)
+    figures |= others
     for where, seen in outcomes.items():
         figures |= sweep.figures(seen, where)
     raw: dict[str, Any] = {where: sweep.raw(seen) for where, seen in outcomes.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.papers.sweep import AT_ONCE, BLOCK_SIZES, BLOCKS_SEED, CHAT, ORDER, PREFIXES, SEVERAL, WIDTHS
@@ -32,12 +33,19 @@ PAPER_SAVED = {"parallel": (6.09, 8.53, 9.79), "beam": (37.56, 53.13, 55.16)}
 
 
 def curves(result: Mapping[str, Any], where: str, kind: str) -> dict[str, Points]:
-    """System → points of normalised latency."""
-    found: dict[str, Points] = {}
+    """System → points of normalised latency, of equal runs the means."""
+    found: dict[str, dict[float, list[Any]]] = {}
     for row in result["raw"][where]:
         if row["kind"] == kind and row["seed"] != BLOCKS_SEED and row["rate"] < AT_ONCE:
-            found.setdefault(row["system"], []).append((row["rate"], row["mean_s"], row["median_s"]))
-    return {system: sorted(found[system]) for system in ORDER if system in found}
+            found.setdefault(row["system"], {}).setdefault(row["rate"], []).append(row)
+    return {
+        system: [
+            (rate, fmean(row["mean_s"] for row in equal), fmean(row["median_s"] for row in equal))
+            for rate, equal in sorted(found[system].items())
+        ]
+        for system in ORDER
+        if system in found
+    }
 
 
 def draw_curves(plot: Any, found: Mapping[str, Points], most_s: float, title: str) -> None:
@@ -57,7 +65,7 @@ def latency(result: Mapping[str, Any], path: Path) -> None:
                 continue
             most_s = 1.0 if where == "simulated" else 8 * found["folio"][0][1]
             draw_curves(plots[i], found, most_s, f"{DATASETS[kind]}, {WHERE[where]}")
-            plots[i].set_ylabel("seconds a token (dotted: median)" if i % 2 == 0 else "")
+            plots[i].set_ylabel("s a token (dotted: median)" if i % 2 == 0 else "")
         legend_below(figure, plots[0], 3)
 
 
@@ -107,7 +115,7 @@ def decoding(result: Mapping[str, Any], path: Path) -> None:
             what = "beams" if kind.beams else "samples"
             draw_curves(plot, curves(result, "simulated", kind.name), 1.0, f"{kind.num_sequences} {what}")
         for plot in plots[::3]:
-            plot.set_ylabel("seconds a token (dotted: median)")
+            plot.set_ylabel("s a token (dotted: median)")
         legend_below(figure, plots[0], 2)
 
 
@@ -140,7 +148,7 @@ def prefix(result: Mapping[str, Any], path: Path) -> None:
     with picture(result, path, title, columns=3, height=3.4, sharey=True) as (figure, plots):
         for plot, kind, name in zip(plots, (*PREFIXES, CHAT), titles, strict=True):
             draw_curves(plot, curves(result, "simulated", kind.name), 1.0, name)
-        plots[0].set_ylabel("seconds a token (dotted: median)")
+        plots[0].set_ylabel("s a token (dotted: median)")
         legend_below(figure, plots[2], 2)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.papers.held import Observer
 from benchmarks.papers.requests import Kind
 
-# Tokens of the KV memory, as in the paper's table 1, and of the longest request.
+# Tokens of the KV memory, as in the paper's table 1 for the smallest model, and of the longest request.
 CAPACITY, LONGEST, BLOCK_TOKENS = 15_728, 2048, 16
 FOLIO = "folio"
 
@@ -22,6 +22,7 @@ class Run:
         system: "folio", or a key of `reserved.BASELINES`.
         rate: requests a second.
         duration_s: in which they arrive.
+        repeat: number of an equal run.
     """
 
     system: str
@@ -30,6 +31,7 @@ class Run:
     duration_s: float
     block_tokens: int = BLOCK_TOKENS
     seed: int = 0
+    repeat: int = 0
 
 
 @dataclass(frozen=True, slots=True)

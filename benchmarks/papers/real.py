@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import harness
@@ -37,7 +37,7 @@ def engine(model: Path, *, shares: bool, block_tokens: int = BLOCK_TOKENS) -> It
         block_tokens=block_tokens,
         max_model_len=LONGEST,
         max_num_seqs=MOST_SEQUENCES,
-        prefix_cache=shares,
+        prefix_cache=False,  # nothing is shared between these requests, and hashing prompts takes time
         kv_memory_bytes=4 << 30,
         kv_idle_release_s=60.0,
     ) as llm:
@@ -116,41 +116,60 @@ class Load:
     Attributes:
         num_requests: of a run; with several sequences or a conversation's window a run takes longer.
         shares_of_most: rates, over the most requests a second that Folio reaches.
+        repeats: equal runs at the rates above the first.
     """
 
     kind: Kind
     systems: tuple[str, ...]
     num_requests: int
     shares_of_most: tuple[float, ...] = ()
+    repeats: int = 1
 
 
 # At first every system with all requests at once.
 LOADS = (
-    Load(BASIC[0], ORDER, 40, (0.4, 0.8)),
-    Load(BASIC[1], ORDER, 200, (0.3, 0.6, 0.9)),
-    *(Load(kind, ("oracle", FOLIO), 24) for kind in SEVERAL),
+    Load(BASIC[0], ORDER, 40, (0.4, 0.8, 1.2), repeats=2),
+    Load(BASIC[1], ORDER, 200, (0.3, 0.6, 0.9, 1.2), repeats=2),
+    *(Load(kind, ("oracle", FOLIO), 40, (0.8,)) for kind in SEVERAL),
     Load(CHAT, (*ORCAS, FOLIO), 16),
 )
 BLOCKS = {BASIC[0]: 24, BASIC[1]: 96}
 
 
-def measure(model: Path, *, quick: bool) -> dict[Run, Outcome]:
-    """All runs on this machine; systems in turn, Folio first, so that its throughput gives the rates."""
+def prompts_s(llm: LLM, run: Run, num_requests: int) -> float:
+    """Seconds in which the prompts alone of a run are computed, all at once."""
+    text, coming = Text(llm, run.seed), arrivals(run.kind, run.rate, 2 * run.duration_s, BLOCK_TOKENS, run.seed)
+    prompts = [text.prompt(run.kind.dataset, arrival.num_tokens) for arrival in coming[:num_requests]]
+    begun_at = time.perf_counter()
+    llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
+    return time.perf_counter() - begun_at
+
+
+def measure(model: Path, *, quick: bool) -> tuple[dict[Run, Outcome], dict[str, float]]:
+    """All runs on this machine, and other figures; systems in turn, Folio first, so that its throughput gives the
+    rates."""
     outcomes: dict[Run, Outcome] = {}
+    prompts_share = math.nan
     with engine(model, shares=True) as ours, engine(model, shares=False) as theirs:
         for load in LOADS:
             count = max(load.num_requests // 20, 2) if quick else load.num_requests
             if quick and 1 < load.kind.num_sequences < WIDTHS[-1]:
                 continue
-            most = 0.0
-            for share in (None, *(() if quick else load.shares_of_most)):
-                for system in reversed(load.systems):
-                    rate = AT_ONCE if share is None else share * most
-                    run = Run(system, load.kind, rate, count / rate)
-                    outcomes[run] = seen = serve(ours if system == FOLIO else theirs, run, count)
-                    print(f"real {described(run, seen)}", flush=True)
-                    if share is None and system == FOLIO:
-                        most = seen.throughput
+            at_once = Run(FOLIO, load.kind, AT_ONCE, count / AT_ONCE)
+            outcomes[at_once] = serve(ours, at_once, count)
+            print(f"real {described(at_once, outcomes[at_once])}", flush=True)
+            most = outcomes[at_once].throughput
+            if load.kind == CHAT:
+                prompts_share = prompts_s(ours, at_once, count) * most / count
+            runs = [replace(at_once, system=system) for system in load.systems if system != FOLIO]
+            for at, rate in enumerate(() if quick else [most * share for share in load.shares_of_most]):
+                for repeat in range(load.repeats if at else 1):
+                    # In turn, then in the opposite order, so that a machine that drifts favours none.
+                    systems = load.systems[:: (1, -1)[repeat % 2]]
+                    runs += [Run(system, load.kind, rate, count / rate, repeat=repeat) for system in systems]
+            for run in runs:
+                outcomes[run] = serve(ours if run.system == FOLIO else theirs, run, count)
+                print(f"real {described(run, outcomes[run])}", flush=True)
     for size in BLOCK_SIZES[::4] if quick else BLOCK_SIZES:
         with engine(model, shares=True, block_tokens=size) as llm:
             for kind, num_requests in BLOCKS.items():
@@ -158,4 +177,4 @@ def measure(model: Path, *, quick: bool) -> dict[Run, Outcome]:
                 run = Run(FOLIO, kind, AT_ONCE, count / AT_ONCE, size, BLOCKS_SEED)
                 outcomes[run] = seen = serve(llm, run, count)
                 print(f"real {described(run, seen)}", flush=True)
-    return outcomes
+    return outcomes, {"real_prompts_share_chat": prompts_share}

@@ -36,16 +36,18 @@ class Kind:
     Attributes:
         dataset: of the lengths: "sharegpt", "alpaca", "chat", "servegen", or a key of `PREFIX_TOKENS`.
         num_sequences: samples, or beams.
+        model: a key of `simulated.MODELS` that answers instead of the smallest one.
     """
 
     dataset: str
     num_sequences: int = 1
     beams: bool = False
+    model: str = ""
 
     @property
     def name(self) -> str:
         several = f"_{'beam' if self.beams else 'parallel'}_{self.num_sequences}" if self.num_sequences > 1 else ""
-        return self.dataset + several
+        return self.dataset + several + (f"_{self.model}" if self.model else "")
 
 
 def lengths(dataset: str, count: int, seed: int) -> Lengths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -18,11 +19,12 @@ ORCAS = ("max", "pow2", "oracle")
 HELD_S, HELD_TIMES = 0.5, 3.0
 AT_ONCE = 1e6  # requests a second: all wait from the start
 # Latencies below this ratio of one another are equal: systems that wait for nothing do the same steps.
-EQUAL = {"simulated": 1.03, "real": 1.15}
+EQUAL = {"simulated": 1.03, "real": 1.15}  # of equal runs on this machine, the nearest ones
 WIDTHS = (2, 4, 6)
 SEVERAL = [Kind("alpaca", width, beams=beams) for beams in (False, True) for width in WIDTHS]
 PREFIXES, CHAT = (Kind("one_example"), Kind("five_examples")), Kind("chat")
 BASIC, TRACED = (Kind("sharegpt"), Kind("alpaca")), Kind("servegen")
+LARGER = (Kind("sharegpt", model="opt_66b"), Kind("sharegpt", model="opt_175b"))
 # Of the runs by block size.
 BLOCKS_SEED = 1
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -50,6 +52,8 @@ SIMULATED: tuple[Sweep, ...] = (
     Sweep(BASIC[0], ORDER, (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5), 1200.0),
     Sweep(BASIC[1], ORDER, (2.0, 4.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 80.0), 240.0),
     Sweep(TRACED, ORDER, (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0), 600.0),
+    Sweep(LARGER[0], ("max", "oracle", FOLIO), (0.125, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0), 1200.0),
+    Sweep(LARGER[1], ("max", "oracle", FOLIO), (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0), 300.0),
     *(Sweep(kind, ("max", "pow2", "oracle", FOLIO), (1.0, 3.0, 6.0, 9.0, 12.0, 16.0, 24.0), 90.0) for kind in SEVERAL),
     Sweep(PREFIXES[0], ("oracle", FOLIO), (20.0, 30.0, 35.0, 40.0, 50.0, 60.0, 75.0, 90.0, 110.0), 90.0),
     Sweep(PREFIXES[1], ("oracle", FOLIO), (5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 75.0), 90.0),
@@ -83,14 +87,23 @@ def _few(sweep: Sweep) -> Sweep:
 Outcomes = Mapping[Run, Outcome]
 
 
+def repeated(outcomes: Outcomes, system: str, kind: Kind) -> dict[float, list[Outcome]]:
+    """Rate → outcomes of equal runs. Rates ascend; the last one may be that of all requests at once."""
+    found: dict[float, list[Outcome]] = {}
+    for run, seen in sorted(outcomes.items(), key=lambda item: item[0].rate):
+        if (run.system, run.kind) == (system, kind) and run.seed != BLOCKS_SEED:
+            found.setdefault(run.rate, []).append(seen)
+    return found
+
+
 def curve(outcomes: Outcomes, system: str, kind: Kind) -> list[tuple[float, Outcome]]:
-    """(rate, outcome) in ascending order; the last one may be that of all requests at once."""
-    found = [
-        (run.rate, seen)
-        for run, seen in outcomes.items()
-        if (run.system, run.kind) == (system, kind) and run.seed != BLOCKS_SEED
-    ]
-    return sorted(found, key=lambda point: point[0])
+    """(rate, outcome) in ascending order; of equal runs the means."""
+    return [(rate, _mean(seen)) for rate, seen in repeated(outcomes, system, kind).items()]
+
+
+def _mean(equal: Sequence[Outcome]) -> Outcome:
+    names = ("mean_s", "median_s", "batched", "throughput", "saved", "preempted")
+    return replace(equal[0], **{name: statistics.mean(getattr(seen, name) for seen in equal) for name in names})
 
 
 def held_rate(points: Sequence[tuple[float, Outcome]], held_s: float) -> float:
@@ -113,14 +126,27 @@ def held_s(curves: Mapping[str, Sequence[tuple[float, Outcome]]], where: str) ->
 
 
 def order_share(outcomes: Outcomes, kind: Kind, equal: float) -> float:
-    """Share of the rates above the first at which no system has a lower latency than one that is better in `ORDER`."""
-    curves = [curve(outcomes, system, kind) for system in ORDER]
-    columns = [column for column in zip(*curves, strict=True) if column[0][0] < AT_ONCE][1:]
+    """Share of the rates above the first at which no system has a lower latency than one that is better in `ORDER`; of
+    equal runs, in all of them."""
+    latencies = [
+        {
+            rate: [one.mean_s for one in seen]
+            for rate, seen in repeated(outcomes, system, kind).items()
+            if rate < AT_ONCE
+        }
+        for system in ORDER
+    ]
     right = [
-        all(worse.mean_s * equal >= better.mean_s for (_, worse), (_, better) in itertools.pairwise(column))
-        for column in columns
+        all(max(worse[rate]) * equal >= min(better[rate]) for worse, better in itertools.pairwise(latencies))
+        for rate in list(latencies[0])[1:]
     ]
     return sum(right) / len(right)
+
+
+def spread(outcomes: Outcomes, kind: Kind) -> float:
+    """The largest ratio of the latencies of two equal runs; 1 if none was repeated."""
+    latencies = [[one.mean_s for one in seen] for system in ORDER for seen in repeated(outcomes, system, kind).values()]
+    return max(max(equal) / min(equal) for equal in latencies)
 
 
 def figures(outcomes: Outcomes, where: str) -> dict[str, float]:
@@ -133,15 +159,15 @@ def figures(outcomes: Outcomes, where: str) -> dict[str, float]:
         for system, points in curves.items():
             key, busiest = f"{kind.name}_{system}", points[-1][1]
             rated = [point for point in points if point[0] < AT_ONCE]
-            if rated:
+            if len(rated) > 1:
                 found[f"rate_{key}"] = held_rate(rated, held_s(curves, where))
             found[f"batched_{key}"] = busiest.batched
             found[f"throughput_{key}"] = max(seen.throughput for _, seen in points)
             if kind.num_sequences == 1 and kind not in PREFIXES and busiest.shares is not None:
                 names = ("state", "reserved", "unused", "free")
                 found |= {f"{n}_share_{key}": s for n, s in zip(names, busiest.shares, strict=True)}
-            if system == FOLIO:
-                found[f"saved_{kind.name}"] = busiest.saved
+            if system == FOLIO:  # as requests arrive, if that is measured, and not all at once
+                found[f"saved_{kind.name}"] = (rated or points)[-1][1].saved
                 found[f"preempted_{kind.name}"] = busiest.preempted
         for system in systems:
             if system != FOLIO and FOLIO in systems:
@@ -153,9 +179,15 @@ def figures(outcomes: Outcomes, where: str) -> dict[str, float]:
                 found[f"throughput_{key}"] = ours / theirs
         if set(systems) == set(ORDER) and len(curves[FOLIO]) > 1:
             found[f"order_{kind.name}"] = order_share(outcomes, kind, EQUAL[where])
+            if where == "real":
+                found[f"spread_{kind.name}"] = spread(outcomes, kind)
     for run, seen in outcomes.items():
         if run.seed == BLOCKS_SEED:
             found[f"block_{run.block_tokens}_s_{run.kind.name}"] = seen.mean_s
+    for what, kind, usual in (("larger", LARGER[0], BASIC[0]), ("longer", BASIC[0], BASIC[1])):
+        gains = [found.get(f"rate_{one.name}_vs_oracle") for one in (kind, usual)]
+        if gains[0] and gains[1]:
+            found[f"{what}_over_usual_gain"] = gains[0] / gains[1]
     return {f"{where}_{key}": value for key, value in found.items()}
 
 

@@ -57,14 +57,21 @@ class Tally:
         counts: "right"; "wrong": other tokens than in peace; "lost": an error, or no whole answer; "hung": nothing in
             time. And "sent again": how often one was told to come again (429) before it had its answer.
         strange: what came instead of right answers.
-        longest_pause_s: between two events of a stream, or before the first one.
+        longest_pause_s: between two events of a stream.
+        longest_wait_s: before the first event of a stream.
         slowest_health_s: of the answers of `/health`.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     strange: list[str] = field(default_factory=list)
     longest_pause_s: float = 0.0
+    longest_wait_s: float = 0.0
     slowest_health_s: float = 0.0
+
+    @property
+    def longest_s(self) -> tuple[float, float, float]:
+        """Wait, pause and `/health`."""
+        return self.longest_wait_s, self.longest_pause_s, self.slowest_health_s
 
 
 class Bystanders(threading.Thread):
@@ -141,15 +148,18 @@ class Bystanders(threading.Thread):
         return ("right", "") if found == self._expected[name] else ("wrong", found)
 
     async def _answer(self, name: str) -> Answer:
-        """And how long its stream paused, if it is one."""
-        last = time.monotonic()
+        """And how long its stream waited and paused, if it is one."""
+        last, has_begun = time.monotonic(), False
 
         def note_pause() -> None:
-            nonlocal last
+            nonlocal last, has_begun
             now = time.monotonic()
             with self._lock:
-                self._tally.longest_pause_s = max(self._tally.longest_pause_s, now - last)
-            last = now
+                if has_begun:
+                    self._tally.longest_pause_s = max(self._tally.longest_pause_s, now - last)
+                else:
+                    self._tally.longest_wait_s = max(self._tally.longest_wait_s, now - last)
+            last, has_begun = now, True
 
         async with connected(self._port) as connection:
             await connection.send(_request(name))

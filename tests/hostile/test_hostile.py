@@ -56,12 +56,11 @@ class Battle:
 
     def table(self) -> str:
         columns = ("right", "sent again", "wrong", "lost", "hung")
-        lines = [
-            f"{'attack':24}{'made':>7}{'bad':>5} |" + "".join(f"{name:>11}" for name in (*columns, "pause", "/health"))
-        ]
+        times_of = ("wait", "pause", "/health")
+        lines = [f"{'attack':24}{'made':>7}{'bad':>5} |" + "".join(f"{name:>11}" for name in (*columns, *times_of))]
         for name, (record, tally, took_s) in self.rows.items():
             innocent = "".join(f"{tally.counts[column]:11}" for column in columns)
-            times = f"{tally.longest_pause_s:9.2f} s{tally.slowest_health_s:9.2f} s"
+            times = "".join(f"{seconds:9.2f} s" for seconds in tally.longest_s)
             answers = " ".join(f"{status}×{count}" for status, count in sorted(record.answers.items()))
             lines.append(
                 f"{name:24}{record.num_made:7}{len(record.bad):5} |{innocent}{times} | {answers} in {took_s:.0f} s"
@@ -70,6 +69,9 @@ class Battle:
 
     def figures(self) -> dict[str, float]:
         counts = sum((tally.counts for _, tally, _ in self.rows.values()), Counter[str]())
+        longest_ms = [
+            1e3 * max(seconds) for seconds in zip(*(t.longest_s for _, t, _ in self.rows.values()), strict=True)
+        ]
         return {
             "attacks": sum(record.num_made for record, _, _ in self.rows.values()),
             "bad_answers": sum(len(record.bad) for record, _, _ in self.rows.values()),
@@ -78,8 +80,7 @@ class Battle:
             "lost": counts["lost"],
             "wrong": counts["wrong"],
             "hung": counts["hung"],
-            "victim_pause_ms": 1e3 * max((tally.longest_pause_s for _, tally, _ in self.rows.values()), default=0.0),
-            "health_ms_max": 1e3 * max((tally.slowest_health_s for _, tally, _ in self.rows.values()), default=0.0),
+            **dict(zip(("victim_wait_ms", "victim_pause_ms", "health_ms_max"), longest_ms, strict=True)),
         }
 
 
@@ -101,7 +102,8 @@ def battle(request: pytest.FixtureRequest, cluster_url: str, front: Front) -> It
         print(f"\n{found.table()}", flush=True)
     if set(ATTACKS) <= set(found.rows) and examples(0, 1) and not request.session.testsfailed:
         raw = {
-            name: {"answers": r.answers, "bad": r.bad, "innocent": t.counts} for name, (r, t, _) in found.rows.items()
+            name: {"answers": r.answers, "bad": r.bad, "innocent": t.counts, "wait_pause_health_s": t.longest_s}
+            for name, (r, t, _) in found.rows.items()
         }
         harness.finish("hostile", argparse.Namespace(device="cpu", quick=False), found.figures(), raw)
 

@@ -24,7 +24,7 @@ ReadFrom = Literal["memory", "disk", "process", "machine"]
 # An observation counts half after this many more.
 _HALF_LIFE = 200
 # Numbers of blocks to swap at the start, repetitions (the first one warms up), and a bound that keeps the start quick.
-_TRIED_BLOCKS, _TRIALS, _MOST_TRIED_BYTES = (1, 8, 64), 5, 64 << 20
+_TRIED_BLOCKS, _TRIALS, _MOST_TRIED_BYTES = (1, 8, 64, 512), 5, 64 << 20
 # Keeps the equations solvable before there are as many different steps as unknowns; far below any measured step.
 _RIDGE = 1e-9
 # Typical step: one overhead, 100 tokens, 100,000 attended tokens, one verification of draft tokens.
@@ -162,7 +162,9 @@ class PreemptionCostModel:
         most = min(memory.report().swap_budget_bytes, _MOST_TRIED_BYTES)
         for num_blocks in _TRIED_BLOCKS:
             num_tokens = min(num_blocks * memory.prefixes.unit_tokens, memory.max_tokens)
-            tried = [swap for _ in range(_TRIALS) if (swap := _try_swap(memory, view, device, num_tokens, most))]
+            tried: list[tuple[int, float]] = []
+            while len(tried) < _TRIALS and (swap := _try_swap(memory, view, device, num_tokens, most)):
+                tried.append(swap)
             if len(tried) > 1:
                 self.observe_swap(tried[0][0], statistics.median(seconds for _, seconds in tried[1:]))
 

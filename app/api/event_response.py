@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 # Time without an item after which the head is sent; until then an error has its HTTP status. Time between keep-alive
 # messages later, and where they tell the progress: programs and proxies give up on silent connections.
 _HEAD_S, _SILENCE_S, _PROGRESS_S = 1.0, 10.0, 2.0
-# Interval of polls, on a busy machine, until a request has been checked: its error is still to get an HTTP status.
+# Interval of polls, on a busy machine, until no check can refuse a request: its error is still to get an HTTP status.
 _CHECK_S = 0.25
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -125,7 +125,7 @@ class _Heart:
         """Send a keep-alive message if it is due, and check again when the next one may be."""
         now = self._loop.time()
         context = current_context()
-        if context is not None and context.is_being_checked and now < self._sent_at + self._interval_s:
+        if context is not None and context.num_checks and now < self._sent_at + self._interval_s:
             self._timer = self._loop.call_at(now + _CHECK_S, self._look)
             return
         due_at = self._sent_at + self._interval_s if self._has_items else now

@@ -47,7 +47,8 @@ class RequestContext:
         error_code: code of a failure, even after the status was sent.
         ignored_fields: value of the header that names dropped parts of the body and of its schemas.
         num_continued: how often a call of this request has continued at another replica.
-        is_being_checked: its prompt is being made; it may still be refused.
+        num_checks: after which it may still be refused: of its prompt while that is made, and of each call until a
+            replica has taken it.
         progress: the latest progress of the prompt that its replica has reported.
         silent_events: makes the events to send when a stream has been silent; `None`: a comment is sent.
     """
@@ -67,7 +68,7 @@ class RequestContext:
     error_code: str | None = None
     ignored_fields: str | None = None
     num_continued: int = 0
-    is_being_checked: bool = False
+    num_checks: int = 0
     progress: Progress | None = None
     silent_events: Callable[[], Iterable[Any]] | None = None
     _quota: Quota | None = None
@@ -217,15 +218,15 @@ def note_error(code: str | None) -> None:
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Mark the request as being checked while its prompt is being made."""
+    """Within the context, the request may still be refused."""
     context = CURRENT.get()
     if context is not None:
-        context.is_being_checked = True
+        context.num_checks += 1
     try:
         yield
     finally:
         if context is not None:
-            context.is_being_checked = False
+            context.num_checks -= 1
 
 
 def note_ignored(fields: Sequence[str]) -> None:

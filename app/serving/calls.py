@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import ExitStack, aclosing, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -22,7 +22,7 @@ from folio.app.fleet.overload import LoadShedder
 from folio.app.fleet.retry import CallRetries, CallWindow, Reason
 from folio.app.fleet.roles import Prefilled, PrefilledError
 from folio.app.fleet.streams import SILENCE_S, fits_by_value, interleave, without_heartbeats
-from folio.app.http.request_context import current_context
+from folio.app.http.request_context import checked, current_context
 from folio.app.serving.peers import BlocksAhead, answers_of_each, holder_of
 from folio.app.serving.shared_streams import ExpectedStream, SharedReader
 
@@ -181,6 +181,8 @@ class ReplicaClient:
         handle = streaming_handle(self._handle, by_value=fits_by_value(call.params))
         response: Any = None
         finished, place = False, None
+        offer = ExitStack()
+        offer.enter_context(checked())
         try:
             response = handle.generate_stream.remote(call)
             with translate_failures():
@@ -200,6 +202,7 @@ class ReplicaClient:
                                 yield piece
                         continue
                     if place is None:
+                        offer.close()
                         replica = item if isinstance(item, str) else item[0].replica
                         place = DEPARTURES.place(PlacedCall(replica, call.model, response.cancel, retries.can_leave))
                         retries.note_place(replica)
@@ -220,6 +223,7 @@ class ReplicaClient:
             if not finished:  # else nothing is missing but the end of the stream
                 raise
         finally:
+            offer.close()
             if response is not None and not finished:  # dropping the generator would not stop the replica
                 response.cancel()
             if place is not None:

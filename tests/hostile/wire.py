@@ -51,7 +51,7 @@ class Connection:
         """The next answer, except for status 1xx. Raises `Dropped`.
 
         Args:
-            on_chunk: called whenever a part of a stream has come.
+            on_chunk: called whenever events of a stream have come; keep-alive comments are none.
         """
         try:
             while True:
@@ -132,6 +132,8 @@ async def _read_answer(reader: asyncio.StreamReader, method: str, on_chunk: Call
 
 async def _chunks(reader: asyncio.StreamReader, on_chunk: Callable[[], None]) -> AsyncIterator[bytes]:
     while num_bytes := int(await reader.readuntil(b"\r\n"), 16):
-        on_chunk()
-        yield (await reader.readexactly(num_bytes + 2))[:-2]
+        chunk = (await reader.readexactly(num_bytes + 2))[:-2]
+        if b"data: " in chunk:
+            on_chunk()
+        yield chunk
     await reader.readexactly(2)

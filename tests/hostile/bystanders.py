@@ -151,8 +151,10 @@ class Bystanders(threading.Thread):
         """And how long its stream waited and paused, if it is one."""
         last, has_begun = time.monotonic(), False
 
-        def note_pause() -> None:
+        def note_pause(part: bytes) -> None:
             nonlocal last, has_begun
+            if b"data: " not in part:  # a keep-alive comment
+                return
             now = time.monotonic()
             with self._lock:
                 if has_begun:

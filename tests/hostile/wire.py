@@ -47,11 +47,11 @@ class Connection:
         except ConnectionError as error:
             raise Dropped(f"while it was sent to: {type(error).__name__}") from error
 
-    async def answer(self, method: str = "POST", on_chunk: Callable[[], None] = lambda: None) -> Answer:
+    async def answer(self, method: str = "POST", on_chunk: Callable[[bytes], None] = lambda _: None) -> Answer:
         """The next answer, except for status 1xx. Raises `Dropped`.
 
         Args:
-            on_chunk: called whenever events of a stream have come; keep-alive comments are none.
+            on_chunk: called with each part of a stream.
         """
         try:
             while True:
@@ -116,7 +116,7 @@ def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str
     return "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode("latin-1") + body
 
 
-async def _read_answer(reader: asyncio.StreamReader, method: str, on_chunk: Callable[[], None]) -> Answer:
+async def _read_answer(reader: asyncio.StreamReader, method: str, on_chunk: Callable[[bytes], None]) -> Answer:
     head = (await reader.readuntil(b"\r\n\r\n"))[:-4].decode("latin-1")
     first, *lines = head.split("\r\n")
     status = int(first.split(" ", 2)[1])
@@ -130,10 +130,9 @@ async def _read_answer(reader: asyncio.StreamReader, method: str, on_chunk: Call
     return Answer(status, headers, await reader.read())
 
 
-async def _chunks(reader: asyncio.StreamReader, on_chunk: Callable[[], None]) -> AsyncIterator[bytes]:
+async def _chunks(reader: asyncio.StreamReader, on_chunk: Callable[[bytes], None]) -> AsyncIterator[bytes]:
     while num_bytes := int(await reader.readuntil(b"\r\n"), 16):
         chunk = (await reader.readexactly(num_bytes + 2))[:-2]
-        if b"data: " in chunk:
-            on_chunk()
+        on_chunk(chunk)
         yield chunk
     await reader.readexactly(2)

@@ -96,7 +96,7 @@ def test_streams_come_piece_by_piece(usual: Front, application: Application) -> 
     async def read(connection: Connection) -> Answer:
         await connection.send(request("GET", "/steps"))
         application.step.release()
-        return await connection.answer("GET", on_chunk=application.step.release)
+        return await connection.answer("GET", on_chunk=lambda _: application.step.release())
 
     assert usual.talk(read).body.startswith(b"aaa{")
 

@@ -125,7 +125,7 @@ class _Heart:
         """Send a keep-alive message if it is due, and check again when the next one may be."""
         now = self._loop.time()
         context = current_context()
-        if context is not None and context.num_checks and now < self._sent_at + self._interval_s:
+        if context is not None and context.may_be_refused and now < self._sent_at + self._interval_s:
             self._timer = self._loop.call_at(now + _CHECK_S, self._look)
             return
         due_at = self._sent_at + self._interval_s if self._has_items else now

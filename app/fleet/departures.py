@@ -42,15 +42,23 @@ class Departures:
     A replica that stops gets no requests any more, and ends when its last one has ended; with a long stream, after
     minutes. Its calls leave it as soon as another replica with the same model is there. One that has died breaks its
     calls off itself.
+
+    Attributes:
+        num_replicas: of the router, those that leave included.
     """
 
     def __init__(self) -> None:
+        self.num_replicas = 0
         self._lock = Lock()
         self._calls: dict[str, dict[PlacedCall, None]] = {}  # by replica; the latest is the last
         self._present: set[str] = set()
         self._left: dict[str, None] = {}  # the latest is the last
         # By replica: of each model the fingerprint of its outputs, and where their blocks are.
         self._outputs: dict[str, Mapping[str, tuple[str, str]]] = {}
+
+    def has_replicas(self) -> bool:
+        """Whether a call may be placed now: the router has any replica."""
+        return self.num_replicas > 0
 
     def update(self, before: Collection[str], now: Collection[str]) -> None:
         """Take a router's replicas, before a change and after it."""

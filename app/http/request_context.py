@@ -47,8 +47,8 @@ class RequestContext:
         error_code: code of a failure, even after the status was sent.
         ignored_fields: value of the header that names dropped parts of the body and of its schemas.
         num_continued: how often a call of this request has continued at another replica.
-        num_checks: after which it may still be refused: of its prompt while that is made, and of each call until a
-            replica has taken it.
+        checks: under way: of the prompt while it is made, and of each call until a replica has taken it. Each tells
+            whether it may still refuse the request.
         progress: the latest progress of the prompt that its replica has reported.
         silent_events: makes the events to send when a stream has been silent; `None`: a comment is sent.
     """
@@ -68,7 +68,7 @@ class RequestContext:
     error_code: str | None = None
     ignored_fields: str | None = None
     num_continued: int = 0
-    num_checks: int = 0
+    checks: list[Callable[[], bool]] = field(default_factory=list)
     progress: Progress | None = None
     silent_events: Callable[[], Iterable[Any]] | None = None
     _quota: Quota | None = None
@@ -79,6 +79,11 @@ class RequestContext:
         self._quota = quota
         quota.begin()
         self._is_running = True
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether the request's error may still have an HTTP status, if the answer does not begin yet."""
+        return any(may_refuse() for may_refuse in self.checks)
 
     def end(self) -> None:
         """Settle the quota. A refused prompt's tokens are given back; not after a timeout or a disconnection, because
@@ -217,16 +222,15 @@ def note_error(code: str | None) -> None:
 
 
 @contextmanager
-def checked() -> Iterator[None]:
-    """Within the context, the request may still be refused."""
+def checked(may_refuse: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Within the context, the request may still be refused while `may_refuse()`."""
     context = CURRENT.get()
-    if context is not None:
-        context.num_checks += 1
+    checks = [] if context is None else context.checks
+    checks.append(may_refuse)
     try:
         yield
     finally:
-        if context is not None:
-            context.num_checks -= 1
+        checks.remove(may_refuse)
 
 
 def note_ignored(fields: Sequence[str]) -> None:

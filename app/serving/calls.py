@@ -182,7 +182,7 @@ class ReplicaClient:
         response: Any = None
         finished, place = False, None
         offer = ExitStack()
-        offer.enter_context(checked())
+        offer.enter_context(checked(DEPARTURES.has_replicas))
         try:
             response = handle.generate_stream.remote(call)
             with translate_failures():

@@ -257,6 +257,7 @@ class FolioRouter(BoundedWaitRouter):
 
     def _set_replicas(self, replicas: Sequence[RunningReplica]) -> None:
         self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        DEPARTURES.num_replicas = len(self._by_name)
         self._draining &= self._by_name.keys()
         self._roles.update(self._by_name.keys() - self._draining)
         for route in self._routes.values():

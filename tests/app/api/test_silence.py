@@ -21,6 +21,7 @@ from folio.app.api.event_response import EventResponse
 from folio.app.api.input.translate import Translator
 from folio.app.engine.report import Progress
 from folio.app.errors import DeadlineError, FolioError, OverloadedError, UnavailableError
+from folio.app.fleet.departures import DEPARTURES
 from folio.app.fleet.messages import Piece
 from folio.app.serving import replica
 from tests.app.api.asking import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -113,12 +114,18 @@ def test_a_request_that_is_checked_slowly_is_refused_with_a_status(monkeypatch: 
     assert (status, "context_length_exceeded" in events[0]) == (400, True)
 
 
-@pytest.mark.parametrize(("taken", "status"), [([], 429), (["r1"], 200)], ids=["not taken", "taken"])
+@pytest.mark.parametrize(
+    ("num_replicas", "taken", "status"),
+    [(2, [], 429), (2, ["r1"], 200), (0, [], 200)],
+    ids=["not taken", "taken", "nobody there"],
+)
 def test_a_call_that_no_replica_has_taken_is_refused_with_a_status(
-    taken: list[str], status: int, monkeypatch: pytest.MonkeyPatch
+    num_replicas: int, taken: list[str], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen beside 40 requests for 32 samples each: "the queues are full" came after a second, as an event."""
+    """Seen beside 40 requests for 32 samples each: "the queues are full" came after a second, as an event. Seen with
+    the only replica killed: no head for ten seconds."""
     monkeypatch.setattr(event_response, "_SILENCE_S", 5.0)
+    monkeypatch.setattr(DEPARTURES, "num_replicas", num_replicas)
     full = RayTaskError("f", "t", OverloadedError("full", 1.0))
     for path in BODIES:
         with server_with([*taken, SILENCE, full]) as url:  # each has met no refusal yet

@@ -431,6 +431,7 @@ async def test_nothing_is_left_of_ended_requests(replicas: list[Replica], monkey
     await asyncio.sleep(0)
     router.on_replica_actor_died(replicas[2].replica_id)
     assert in_flight(router, "ab") == [0, 0]
+    assert DEPARTURES.num_replicas == 2
     all_report(replicas[:2])
     router.update_replicas(replicas[:2])  # type: ignore[arg-type]
     assert router.route().fleet.num_known_prefixes == 0

@@ -25,7 +25,8 @@ not served miss them. Shares are also of all targets times 0.5, 2 and 4.
 Then, on Folio: the first token of the 0.5B model asleep, over HTTP; one busy model among eleven that sleep against the
 same one served alone by `engine:`; and two busy models, each with its share of what it reaches alone, added up.
 
-`--only` measures some ways of serving, without the figures that compare. --quick: small models, shorter runs.
+`--only` measures some ways of serving, without the figures that compare. --quick: small models, shorter
+runs, no busy models.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.fleet.shelf_models import FOLDER, LARGEST, MAX_NUM_SEQS, BenchModel, ModelAsk
@@ -25,19 +24,8 @@ SHELF, ALONE, ALONE_PREFIX = "shelf", "alone", "/alone"
 BUSY_PROMPT, BUSY_NEW, RAMP_S = 64, 48, 0.5
 WAKE_PROMPT, WAKE_NEW, PAUSE_S = 16, 4, 1.0
 MOST_ASKS = 40
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """`wakes` of the largest model; `repeats` of runs of `busy_s` seconds, after `warm_ups` of them."""
-
-    wakes: int = 9
-    warm_ups: int = 1
-    repeats: int = 5
-    busy_s: float = 8.0
-
-
-QUICK = Sizes(wakes=2, warm_ups=0, repeats=1, busy_s=1.0)
+# Wakes of the largest model; runs with busy models, of so many seconds, after one that does not count.
+WAKES, QUICK_WAKES, REPEATS, BUSY_S = 9, 2, 5, 8.0
 
 
 class Shelf:
@@ -107,25 +95,27 @@ def measure(
     *,
     quick: bool,
 ) -> tuple[Outcome, dict[str, float]]:
-    """The outcome of the replay, and the figures of the other parts."""
+    """The outcome of the replay, and the figures of the other parts; `quick` leaves out the busy models, for which
+    another application starts."""
     from ray import serve
 
     from folio.app.config.args import AppArgs
     from folio.app.main import build
 
-    sizes = QUICK if quick else Sizes()
     with cluster(num_cpus=8) as url:
         serve.run(
             build(AppArgs.model_validate(shelf_args(models, targets, budget_bytes))), name=SHELF, route_prefix="/"
         )
-        outcome, figures = asyncio.run(_replay(url, models, asks, sizes))
+        outcome, figures = asyncio.run(_replay(url, models, asks, QUICK_WAKES if quick else WAKES))
+        if quick:
+            return outcome, figures
         alone = {"engine": models[0].engine, "model_name": models[0].name}
         serve.run(build(AppArgs.model_validate(alone)), name=ALONE, route_prefix=ALONE_PREFIX)
-        return outcome, figures | asyncio.run(_busy(url, models, budget_bytes, sizes))
+        return outcome, figures | asyncio.run(_busy(url, models, budget_bytes))
 
 
 async def _replay(
-    url: str, models: Sequence[BenchModel], asks: Sequence[ModelAsk], sizes: Sizes
+    url: str, models: Sequence[BenchModel], asks: Sequence[ModelAsk], num_wakes: int
 ) -> tuple[Outcome, dict[str, float]]:
     async with connections() as connect:
         shelf = Shelf(url, models, connect)
@@ -141,7 +131,7 @@ async def _replay(
         )
         largest = next(model for model in models if model.shape == LARGEST)
         wakes_s = []
-        for _ in range(sizes.wakes):
+        for _ in range(num_wakes):
             await shelf.put_to_sleep(largest)
             await asyncio.sleep(PAUSE_S)
             wakes_s.append((await shelf.ask(largest, WAKE_PROMPT, WAKE_NEW)).ttft_s)
@@ -155,7 +145,7 @@ async def _replay(
     return Outcome(asks, records, curve, {"wakes_s_05b": wakes_s}), figures
 
 
-async def _busy(url: str, models: Sequence[BenchModel], budget_bytes: int, sizes: Sizes) -> dict[str, float]:
+async def _busy(url: str, models: Sequence[BenchModel], budget_bytes: int) -> dict[str, float]:
     """Throughput of one model among sleeping ones and alone, then of two at once and of each, in turn."""
     first, second = next(
         pair for pair in itertools.combinations(models, 2) if sum(model.need_bytes for model in pair) <= budget_bytes
@@ -167,11 +157,9 @@ async def _busy(url: str, models: Sequence[BenchModel], budget_bytes: int, sizes
         seeds = itertools.count()
 
         async def rates(*targets: tuple[Send, BenchModel]) -> list[float]:
-            return await asyncio.gather(
-                *(busy_rate(target, model, sizes.busy_s, next(seeds)) for target, model in targets)
-            )
+            return await asyncio.gather(*(busy_rate(target, model, BUSY_S, next(seeds)) for target, model in targets))
 
-        for repeat in range(1 - sizes.warm_ups, sizes.repeats + 1):
+        for repeat in range(REPEATS + 1):
             [among] = await rates((shelf.targets[models[0].name], models[0]))
             [by_itself] = await rates((alone, models[0]))
             pair = [(shelf.targets[model.name], model) for model in (first, second)]
@@ -179,12 +167,12 @@ async def _busy(url: str, models: Sequence[BenchModel], budget_bytes: int, sizes
             both = await rates(*pair)
             one, two = among / by_itself, sum(a / b for a, b in zip(both, singles, strict=True))
             print(
-                f"{'warming up' if repeat < 1 else f'run {repeat}/{sizes.repeats}'}  one busy model {among:.1f} "
+                f"{f'run {repeat}/{REPEATS}' if repeat else 'warming up'}  one busy model {among:.1f} "
                 f"tokens/s, alone {by_itself:.1f}; two {both[0]:.1f} and {both[1]:.1f}, each by itself "
                 f"{singles[0]:.1f} and {singles[1]:.1f}: {two:.3f}",
                 flush=True,
             )
-            if repeat > 0:
+            if repeat:
                 shares["one"].append(one)
                 shares["two"].append(two)
     return {

@@ -14,7 +14,7 @@ same settings; each idles while the other is measured.
 The load generator is this process, on the same cores: its processor time is
 reported. `--soak MINUTES` runs 0.7 of the capacity for this time instead, and fits a line to the memory of the
 processes.
---quick keeps 2 of 24 layers and does each once.
+--quick keeps 2 of 24 layers and a part of the vocabulary, and does each once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoints, harness, workloads
-from benchmarks.checkpoints import QWEN_VOCABULARY
 from benchmarks.served import served
 from benchmarks.serving import arrivals, latency
 from benchmarks.serving.bare import BareEngine, bare_engine
 from benchmarks.serving.latency import Summary, Targets
 from benchmarks.serving.loops import closed_loop, connect
-from benchmarks.serving.requests import CHAT_OUTPUT, chat, mixed, ordinary
+from benchmarks.serving.requests import CHAT_OUTPUT, VOCABULARY, chat, mixed, ordinary
 from benchmarks.serving.usage import Meter, Usage
 from folio.app.cli.bench.load import HttpTarget, Record, open_loop
 from folio.app.http import haproxy
@@ -63,12 +62,13 @@ TRACE = workloads.AZURE_TRACE
 class Sizes:
     """Size of the measurements.
 
-    `pairs`: single requests; `repeats`: runs at full load of each, after one to warm up; `capacity_rounds`: requests
-    that measure the capacity, in multiples of those at once; `loads`: Poisson rates as shares of the capacity;
-    `trace_probe`: requests of the trace that determine its rate.
+    `vocab_size`: the model's; `pairs`: single requests; `repeats`: runs at full load of each, after one to warm up;
+    `capacity_rounds`: requests that measure the capacity, in multiples of those at once; `loads`: Poisson rates as
+    shares of the capacity; `trace_probe`: requests of the trace that determine its rate.
     """
 
     num_layers: int = 24
+    vocab_size: int = checkpoints.QWEN_VOCABULARY
     pairs: int = 40
     repeats: int = 9
     requests: int = 16
@@ -84,6 +84,7 @@ class Sizes:
 
 QUICK = Sizes(
     num_layers=2,
+    vocab_size=VOCABULARY,
     pairs=5,
     repeats=1,
     capacity_rounds=2,
@@ -91,7 +92,7 @@ QUICK = Sizes(
     load_s=3.0,
     trace_probe=20,
     trace_s=3.0,
-    overload_s=6.0,
+    overload_s=3.0,
     overloads=1,
 )
 
@@ -106,7 +107,7 @@ def rate_of(records: Sequence[Record]) -> float:
 async def added_ttft(target: HttpTarget, bare: BareEngine, pairs: int) -> dict[str, list[float]]:
     """Times to first token of single requests, the same for both, in turn."""
     ttft_s: dict[str, list[float]] = {"http": [], "bare": []}
-    for ask in arrivals.asks([(SINGLE_PROMPT, SINGLE_NEW)] * (pairs + 2), QWEN_VOCABULARY, seed=11):
+    for ask in arrivals.asks([(SINGLE_PROMPT, SINGLE_NEW)] * (pairs + 2), VOCABULARY, seed=11):
         [http] = await closed_loop(target, [ask], 1)
         await asyncio.sleep(PAUSE_S)
         [alone] = await asyncio.to_thread(bare.closed_loop, [ask], 1)
@@ -154,7 +155,7 @@ async def capacity(
 ) -> float:
     """Output tokens per second with more requests than the engine runs at once, from the time when as many as it runs
     have begun to answer until the last one is sent."""
-    asks = arrivals.asks(lengths(sizes.capacity_rounds * SATURATING, seed), QWEN_VOCABULARY, seed)
+    asks = arrivals.asks(lengths(sizes.capacity_rounds * SATURATING, seed), VOCABULARY, seed)
     records = await closed_loop(target, asks, SATURATING)
     rate_of(records)
     begin_s, end_s = sorted(record.events[0][0] for record in records)[MAX_NUM_SEQS - 1], records[-1].due_s
@@ -172,7 +173,7 @@ async def sweep(
     summaries: dict[str, list[Summary]] = {target.name: [] for target in targets}
     for number, load in enumerate(sizes.loads):
         at_s = arrivals.poisson(load * tokens_per_s / CHAT_OUTPUT, sizes.load_s, seed=200 + number)
-        asks = arrivals.asks(chat(len(at_s), seed=300 + number), QWEN_VOCABULARY, 400 + number, at_s)
+        asks = arrivals.asks(chat(len(at_s), seed=300 + number), VOCABULARY, 400 + number, at_s)
         for target in targets:
             records = await open_loop(target, asks)
             summaries[target.name].append(Summary.of(records, sizes.load_s, goal))
@@ -186,10 +187,10 @@ async def replayed(
     """A trace, replayed at a share of the first server's capacity for such requests."""
     like, _ = arrivals.replay(path, sizes.trace_probe, 1.0, LONGEST_OF_TRACE, seed=500)
     lengths = [(prompt, output) for _, prompt, output in like]
-    probe = await closed_loop(targets[0], arrivals.asks(lengths, QWEN_VOCABULARY, 501), SATURATING)
+    probe = await closed_loop(targets[0], arrivals.asks(lengths, VOCABULARY, 501), SATURATING)
     rate = TRACE_LOAD * len(probe) / max(r.ended_s or 0.0 for r in probe)
     rows, source = arrivals.replay(path, rate, sizes.trace_s, LONGEST_OF_TRACE, seed=502)
-    asks = arrivals.asks([row[1:] for row in rows], QWEN_VOCABULARY, 503, [row[0] for row in rows])
+    asks = arrivals.asks([row[1:] for row in rows], VOCABULARY, 503, [row[0] for row in rows])
     print(f"replaying {source}")
     runs = {target.name: [Summary.of(await open_loop(target, asks), sizes.trace_s, goal)] for target in targets}
     return runs, source
@@ -208,7 +209,7 @@ async def overload(target: HttpTarget, before: float, sizes: Sizes, skip: int) -
     idle = meter.read()
     for number in range(sizes.overloads):
         at_s = arrivals.poisson(OVERLOAD * before / CHAT_OUTPUT, sizes.overload_s, seed=600 + number)
-        asks = arrivals.asks(ordinary(len(at_s), seed=610 + number), QWEN_VOCABULARY, 620 + number, at_s)
+        asks = arrivals.asks(ordinary(len(at_s), seed=610 + number), VOCABULARY, 620 + number, at_s)
         begun_s = time.thread_time()
         run = await open_loop(target, asks)
         generator_s += time.thread_time() - begun_s
@@ -239,7 +240,7 @@ async def soak(target: HttpTarget, minutes: float, tokens_per_s: float, skip: in
     """A constant load for a long time; memory of the processes over time, and its growth."""
     duration_s = 60 * minutes
     at_s = arrivals.poisson(SOAK_LOAD * tokens_per_s / CHAT_OUTPUT, duration_s, seed=700)
-    asks = arrivals.asks(chat(len(at_s), seed=701), QWEN_VOCABULARY, 702, at_s)
+    asks = arrivals.asks(chat(len(at_s), seed=701), VOCABULARY, 702, at_s)
     seen: list[Usage] = []
     watching = asyncio.create_task(Meter(skip).watch(WATCH_PERIOD_S, seen))
     try:
@@ -403,7 +404,7 @@ def main() -> None:
     others = [(name, url.rstrip("/")) for name, _, url in (target.partition("=") for target in args.target)]
     # As in `make serve`: by default all other processes have priority over Ray's workers.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads it so
-    with checkpoints.qwen(args.checkpoint, sizes.num_layers) as folder:
+    with checkpoints.qwen(args.checkpoint, sizes.num_layers, sizes.vocab_size) as folder:
         settings = {
             "model": str(folder),
             "dtype": args.dtype,

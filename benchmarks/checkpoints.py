@@ -138,16 +138,16 @@ def write_words(folder: Path, vocab_size: int, first: Sequence[str] = ()) -> Non
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
 
 
-def write_qwen(folder: Path, num_layers: int, vocab_size: int = QWEN_VOCABULARY) -> None:
+def write_qwen(folder: Path, num_layers: int) -> None:
     """Qwen2.5-0.5B's shape with so many layers."""
-    write_checkpoint(folder, config_of(QWEN, num_hidden_layers=num_layers, vocab_size=vocab_size))
+    write_checkpoint(folder, config_of(QWEN, num_hidden_layers=num_layers))
 
 
 @contextmanager
-def qwen(folder: str | None, num_layers: int, vocab_size: int = QWEN_VOCABULARY) -> Iterator[Path]:
+def qwen(folder: str | None, num_layers: int) -> Iterator[Path]:
     """`write_qwen` in this folder, unless it is there already, or in a temporary one."""
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(folder or temporary)
         if not (path / "config.json").exists():
-            write_qwen(path, num_layers, vocab_size)
+            write_qwen(path, num_layers)
         yield path

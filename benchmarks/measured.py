@@ -50,7 +50,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 def _own_files(module: str, root: Path) -> Iterator[Path]:
     """The file of a module of `benchmarks`, and those that it imports of this package, directly or not."""
-    due, seen = [module], set(_SHOW)
+    due, seen = [module, f"{module}.__main__"], set(_SHOW)
     while due:
         name = due.pop()
         if name in seen or (file := _file_of(name, root)) is None:
@@ -61,13 +61,12 @@ def _own_files(module: str, root: Path) -> Iterator[Path]:
 
 
 def _file_of(module: str, root: Path) -> Path | None:
-    """The file of a module, or of a command, which is named without its group."""
+    """The file of a module, which may be named without its group; `None` for packages and other code."""
     package, *names = module.split(".")
     if package != "benchmarks":
         return None
     inner = Path(*names)
-    tried = (root / package / group / inner for group in ("", *GROUPS))
-    files = (file for path in tried for file in (path.with_suffix(".py"), path / "__main__.py"))
+    files = ((root / package / group / inner).with_suffix(".py") for group in ("", *GROUPS))
     return next((file for file in files if file.is_file()), None)
 
 

@@ -24,6 +24,7 @@ import asyncio
 import itertools
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -404,7 +405,11 @@ def main() -> None:
     others = [(name, url.rstrip("/")) for name, _, url in (target.partition("=") for target in args.target)]
     # As in `make serve`: by default all other processes have priority over Ray's workers.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads it so
-    with checkpoints.qwen(args.checkpoint, sizes.num_layers, sizes.vocab_size) as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(args.checkpoint or temporary)
+        if not (folder / "config.json").exists():
+            config = {"num_hidden_layers": sizes.num_layers, "vocab_size": sizes.vocab_size}
+            checkpoints.write_checkpoint(folder, checkpoints.config_of(checkpoints.QWEN, **config))
         settings = {
             "model": str(folder),
             "dtype": args.dtype,

@@ -17,8 +17,9 @@ FILES = {
     "app/style.css": "p { color: red }",
     "vmem/page.h": "int x;  // a comment\n",
     "benchmarks/engine/a.py": "from benchmarks import b, picture\nfrom folio.app import code\n",
-    "benchmarks/b.py": "import benchmarks.simulator.c\n",
+    "benchmarks/b.py": "from benchmarks.simulator import c\n",
     "benchmarks/simulator/c.py": "x = 1\n",
+    "benchmarks/simulator/__main__.py": "x = 1\n",
     "benchmarks/picture.py": "x = 1\n",
     "benchmarks/other.py": "x = 1\n",
 }
@@ -43,6 +44,7 @@ def digests_of(folder: Path, files: dict[str, str]) -> dict[str, str]:
         ("vmem/page.h", "int x;  // another comment\n", "vmem"),
         ("benchmarks/engine/a.py", "from benchmarks import b, picture\nfrom folio.app import core\n", measured.OWN),
         ("benchmarks/simulator/c.py", "x = 2\n", measured.OWN),  # imported by what it imports
+        ("benchmarks/simulator/__main__.py", "x = 2\n", None),  # a command, which importing its package does not run
         ("benchmarks/picture.py", "x = 2\n", None),
         ("benchmarks/other.py", "x = 2\n", None),
     ],

@@ -10,6 +10,7 @@ a request with each way of sampling; decode graphs are captured.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 # Rounds run a second time, for at most about this long, to measure steps without first-use costs.
 _MEASURING_S = 1.0
-# On a CPU, whose kernels have no first-use costs that depend on a step's size, no round takes much longer.
-_LONG_ROUND_S = 1.0
+# On a CPU, whose kernels have hardly any first-use costs that depend on a step's size, no round takes much longer: the
+# first time, and when it is measured.
+_LONG_FIRST_ROUND_S, _LONG_ROUND_S = 0.3, 1.0
 _PROMPT_TOKENS, _NEW_TOKENS = 8, 2
 # Most hot prefixes that an engine reports to a peer replica, and their tokens: a megabyte.
 _MOST_HOT_PREFIXES, _MOST_HOT_TOKENS = 256, 1 << 17
@@ -116,17 +118,14 @@ def warm_up(engine: Engine) -> None:
         has_structures=engine.vocabulary.has_structures,
         fits=lambda lengths: sum(map(engine.memory.pages_for, lengths)) <= engine.memory.num_free_pages,
     )
+    is_cpu = engine.model.module.device.type == "cpu"
     with kernel_errors_as_config_errors():
         engine.executor.capture_graphs(engine.config.kv_view)
-        if engine.model.module.device.type != "cpu":
+        if not is_cpu:
             warm_up_variants(engine)
-        rounds = _run_rounds(engine, rounds)
+        _run_rounds(engine, rounds, long_s=_LONG_FIRST_ROUND_S if is_cpu else math.inf)
         engine.recovery.forget_steps()
-        deadline = time.monotonic() + _MEASURING_S
-        for prompts in rounds:
-            _run(engine, prompts)
-            if time.monotonic() > deadline:
-                break
+        _run_rounds(engine, rounds, long_s=_LONG_ROUND_S if is_cpu else math.inf, limit_s=_MEASURING_S)
     engine.reset_counts()
     engine.start_times.lap("warm_up_s")
 
@@ -147,21 +146,18 @@ def warm_up_variants(engine: Engine) -> None:
             _run(engine, [(prompt, replace(params, max_tokens=_NEW_TOKENS))])
 
 
-def _run_rounds(engine: Engine, rounds: Sequence[list[Prompt]]) -> list[list[Prompt]]:
-    """Run rounds, each with no fewer tokens than the one before, without those that a CPU would compute for long.
-    Returns what has run."""
-    done: list[list[Prompt]] = []
+def _run_rounds(engine: Engine, rounds: Sequence[list[Prompt]], *, long_s: float, limit_s: float = math.inf) -> None:
+    """Run rounds, most with more tokens than the one before, until a limit, or one that is expected to take longer than
+    `long_s`."""
     token_s, most_tokens = 0.0, 0
+    ends_at = time.monotonic() + limit_s
     for prompts in rounds:
         num_tokens = sum(len(token_ids) + (params.max_tokens or 0) for token_ids, params in prompts)
-        is_long = token_s * num_tokens > _LONG_ROUND_S and num_tokens > most_tokens
-        if is_long and engine.model.module.device.type == "cpu":
-            break
         began = time.monotonic()
+        if began > ends_at or (num_tokens > most_tokens and token_s * num_tokens > long_s):
+            break
         _run(engine, prompts)
-        done.append(prompts)
         token_s, most_tokens = (time.monotonic() - began) / num_tokens, num_tokens
-    return done
 
 
 def _run(engine: Engine, prompts: Sequence[Prompt]) -> None:

@@ -21,7 +21,7 @@ from folio.app.engine import LLM, SamplingParams
 from folio.app.engine.schedule.mixed_steps import STRETCH
 
 NUM_STREAMS, STREAM_TOKENS, SEED = 3, 60, 3
-PROMPT_TOKENS, QUICK_PROMPT_TOKENS, REPEATS = 7000, 700, 3
+PROMPT_TOKENS, QUICK_PROMPT_TOKENS, REPEATS = 7000, 700, 5
 BEFORE = 30  # steps of which the usual one is the median
 BOUND_S = EngineConfig(model="").max_mixed_step_s or 0.0
 ENGINES = {"bounded": BOUND_S, "unbounded": None}

@@ -164,8 +164,9 @@ def measure(model: Path, *, quick: bool) -> tuple[dict[Run, Outcome], dict[str, 
             runs = [replace(at_once, system=system) for system in load.systems if system != FOLIO]
             for at, rate in enumerate(() if quick else [most * share for share in load.shares_of_most]):
                 for repeat in range(load.repeats if at else 1):
-                    # In turn, then in the opposite order, so that a machine that drifts favours none.
-                    systems = load.systems[:: (1, -1)[repeat % 2]]
+                    # In turn, each time another first, so that no system's runs follow each other.
+                    first = repeat % len(load.systems)
+                    systems = load.systems[first:] + load.systems[:first]
                     runs += [Run(system, load.kind, rate, count / rate, repeat=repeat) for system in systems]
             for run in runs:
                 outcomes[run] = serve(ours if run.system == FOLIO else theirs, run, count)

@@ -187,11 +187,12 @@ def test_a_warm_engine_is_as_good_as_new(model: str, make: MakeEngine) -> None:
     assert found[0] == found[1] != []
 
 
-@pytest.mark.parametrize(("token_s", "counts"), [(0.0, [2, 2, 2]), (0.01, [0, 0, 2]), (0.1, [0, 0, 0])])
+@pytest.mark.parametrize(("token_s", "counts"), [(0.0, [2, 2, 2]), (0.001, [1, 2, 2]), (0.01, [0, 0, 1])])
 def test_a_slow_cpu_computes_no_long_rounds(
     token_s: float, counts: list[int], make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others compute each round twice, and nothing from the prefix cache: that would not tell a prefill's time."""
+    """Others compute each round twice, the second time measured, and nothing from the prefix cache: that would not tell
+    a prefill's time."""
     engine, now, seen = make(max_num_seqs=16, max_num_batched_tokens=400, kv_memory_bytes=64 << 20), 0.0, list[int]()
 
     def observe(num_tokens: int, *_: Any, **__: Any) -> None:

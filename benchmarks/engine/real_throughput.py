@@ -6,12 +6,11 @@
 - One stream in process (`LLM`), alone, beside a loop that keeps a core busy, and beside the same engine in another
   process: the shares of the speed alone.
 
-`benchmarks.throughput --rivals` measures them, too. --neighbours: the last part alone, without a result.
+--neighbours: the last part alone, without a result.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import multiprocessing
@@ -212,19 +211,14 @@ def neighbours(file: Path, sizes: Sizes) -> tuple[dict[str, float], dict[str, li
     }, steps
 
 
-def write(args: argparse.Namespace) -> None:
-    """Measure, and write the result. Args: of `main`, or of `benchmarks.throughput`."""
-    figures, raw = measure(QUICK if args.quick else Sizes(), args.rivals)
-    harness.finish("throughput_real", args, figures, raw)
-
-
 def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--rivals", type=Path, default=FOLDER)
     parser.add_argument("--neighbours", action="store_true")
     args = parser.parse_args()
     if not args.neighbours:
-        write(args)
+        figures, raw = measure(QUICK if args.quick else Sizes(), args.rivals)
+        harness.finish("throughput_real", args, figures, raw)
     elif (file := real_models.fetched(NEIGHBOURED)) is not None:
         print(json.dumps(neighbours(file, QUICK if args.quick else Sizes())[0]))
 

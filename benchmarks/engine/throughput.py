@@ -14,10 +14,9 @@ with a stub that only waits in place of the model. Tokens are counted over the w
 prompts of a run are new, because of prefix caches.
 
 --quick keeps 2 of 24 layers, has short prompts and runs once, look-ups 3 times. --rivals starts the servers that
-`benchmarks.rival_servers` has installed, and measures real quantised models, too, into a result of their own
-(`benchmarks.real_throughput`).
-Others are started by hand on the same machine, on a checkpoint that `--checkpoint FOLDER` leaves there, and named by
-`--vllm URL`, `--openvino URL` (`benchmarks.openvino_server`) and `--llamacpp URL`.
+`benchmarks.rival_servers` has installed. Others are started by hand on the same machine, on a checkpoint that
+`--checkpoint FOLDER` leaves there, and named by `--vllm URL`, `--openvino URL` (`benchmarks.openvino_server`) and
+`--llamacpp URL`. Real quantised models: `benchmarks.real_throughput`.
 
 `--device cuda`, or `--shape NAME` on any device, measures something else, `benchmarks.sweep`: decode steps and prefills
 of one shape by batch, beside transformers on the same device, or with `--parts` the parts of a decode step.
@@ -41,7 +40,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import checkpoints, harness
-from benchmarks.engine import overhead, real_throughput, sweep
+from benchmarks.engine import overhead, sweep
 from benchmarks.engine.device_time import product_limit, read_limit
 from benchmarks.picture import LIMIT, OURS, RIVALS, bars, legend_below, picture
 from benchmarks.rivals import rival_servers
@@ -398,8 +397,6 @@ def main() -> None:
         "machine": {scenario: asdict(machine) for scenario, machine in machines.items()},
     }
     harness.finish("throughput", args, figures, raw, draw)
-    if args.rivals is not None:
-        real_throughput.write(args)
 
 
 def parse() -> argparse.Namespace:

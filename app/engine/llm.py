@@ -83,7 +83,8 @@ class LLM:
 
     Args:
         model: "builtin", a local checkpoint folder, or a Hugging Face Hub id.
-        settings: further fields of `EngineConfig`, where they are described.
+        settings: further fields of `EngineConfig`, where they are described. `max_mixed_step_s` is `None` by default:
+            nobody waits for single tokens.
 
     Raises:
         ConfigError, ModelError: the settings or the model cannot work.
@@ -91,7 +92,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        self.engine = Engine(EngineConfig(model=str(model), **settings))
+        self.engine = Engine(EngineConfig(model=str(model), **{"max_mixed_step_s": None} | settings))
         self._num_requests = 0
         self._closed = False
         self._lock = threading.Lock()  # an engine has one thread at a time

@@ -115,7 +115,9 @@ class ModelRunner:
             self._model.adapters.set_batch(batch.adapters)
         if self._states is not None and batch.states is not None:
             self._states.set_batch(batch.states)
-        logits = forward(self._module, batch.token_ids, batch.positions, batch.logit_rows)
+        # torch selects rows with all threads, which then spin for milliseconds unless GOMP_SPINCOUNT says otherwise.
+        rows = None if len(batch.logit_rows) == len(batch.token_ids) else batch.logit_rows
+        logits = forward(self._module, batch.token_ids, batch.positions, rows)
         self._attention.forget_calls()
         return logits
 
@@ -183,11 +185,14 @@ def hidden_states(module: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
-def forward(module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Logits `[len(rows), vocab_size]` of a packed forward of `[num_tokens]` tokens."""
+def forward(
+    module: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+) -> torch.Tensor:
+    """Logits `[len(rows), vocab_size]` of a packed forward of `[num_tokens]` tokens; `rows`: `None` for all."""
     device = next(module.parameters()).device
-    token_ids, positions, rows = (tensor.to(device) for tensor in (token_ids, positions, rows))
-    out = module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
+    token_ids, positions = token_ids.to(device), positions.to(device)
+    kept = 0 if rows is None else rows.to(device)
+    out = module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
     return out.logits[0]
 
 

@@ -38,6 +38,28 @@ def test_results_are_in_order(llm: LLM) -> None:
     assert {c.finish_reason for c in completions} == {"length"}
 
 
+def test_prompts_are_computed_in_whole_steps() -> None:
+    """Nobody waits for single tokens, unless the settings say so."""
+    for settings, bound in [({}, None), ({"max_mixed_step_s": 0.1}, 0.1)]:
+        with LLM("builtin", kv_memory_bytes=64 << 20, **settings) as llm:
+            assert llm.engine.config.max_mixed_step_s == bound
+
+
+def test_steps_of_decodes_select_no_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: torch did it with all threads, whose spinning took a tenth of a step's time."""
+    selected: list[bool] = []
+    module = llm.engine.model.module
+    forward = module.forward
+
+    def observed(**given: Any) -> Any:
+        selected.append(not isinstance(given["logits_to_keep"], int))
+        return forward(**given)
+
+    monkeypatch.setattr(module, "forward", observed)
+    llm.generate([[5, 6, 7], [8, 9], [10]], SHORT)
+    assert selected == [True, False, False]
+
+
 def test_eos_and_stop_strings(llm: LLM) -> None:
     greedy = SamplingParams(max_tokens=60, temperature=0)
     stopped = SamplingParams(max_tokens=60, temperature=0, stop=[" of Folio", "nothing"])

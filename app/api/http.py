@@ -62,9 +62,7 @@ def build_api(
 ) -> FastAPI:
     """Build the ASGI application. `folio.app.edge.guard.protect` adds keys, limits and the log.
 
-    Args:
-        unknown_fields, observer: see `UnknownFields`.
-        batches: runs batches; with `None` their routes answer 404.
+    Args: `unknown_fields`, `observer`: see `UnknownFields`; `batches`: runs batches; `None`: their routes answer 404.
     """
     api = FastAPI(
         title="Folio",
@@ -125,8 +123,7 @@ def _add_routes(api: FastAPI, service: Service, operation: Operation) -> None:
 def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        answer = errors.validation_error(error.errors(), error.body)
-        return _refused(request, 400, answer)
+        return _refused(request, 400, errors.validation_error(error.errors(), error.body))
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -137,8 +134,7 @@ def _add_error_handlers(api: FastAPI) -> None:
     @api.exception_handler(HttpRefusal)
     async def refused(request: Request, error: HttpRefusal) -> Response:
         """A body that the route reads exceeds its bounds."""
-        headers = {name.decode(): value.decode() for name, value in error.headers}
-        return _refused(request, error.status, error.answer, headers)
+        return _refused(request, error.status, error.answer, {n.decode(): value.decode() for n, value in error.headers})
 
     @api.exception_handler(FolioError)
     @api.exception_handler(Exception)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -49,7 +50,6 @@ _AT_LEAST_1 = (
     "tensor_parallel_size",
     "max_draft_tokens",
     "max_loaded_adapters",
-    "max_queued_requests",
 )
 _AT_LEAST_0 = (
     "max_mixed_step_s",
@@ -62,8 +62,9 @@ _AT_LEAST_0 = (
 )
 # (settings, whether a value is within the bound, the bound). NaN is within none.
 _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (_AT_LEAST_1, lambda value: not isinstance(value, int) or value >= 1, "be at least 1"),
-    (_AT_LEAST_0, lambda value: value is None or value >= 0, "not be negative"),
+    (_AT_LEAST_1, lambda value: value is None or value >= 1, "be at least 1"),
+    (("max_queued_requests",), lambda value: value in (None, "auto") or value >= 1, "be at least 1, None or 'auto'"),
+    (_AT_LEAST_0, lambda value: value is None or value >= 0, "be at least 0"),
     (("step_timeout_s",), lambda value: value > 0, "be above 0"),
     (("gpu_memory_utilization",), lambda value: 0 < value <= 1, "be above 0 and at most 1"),
     (("pin_quota", "retain_quota"), lambda value: 0 <= value <= 1, "be between 0 and 1"),
@@ -273,11 +274,12 @@ class EngineConfig:
                 yield f"{name} is {getattr(self, name)!r}; it must be true or false"
         for names, is_within, bound in _BOUNDS:
             for name in names:
-                if not is_within(getattr(self, name)):
-                    yield f"{name} is {getattr(self, name)}; it must {bound}"
-        if isinstance(self.max_queued_requests, str) and self.max_queued_requests != "auto":
-            yield f"max_queued_requests is {self.max_queued_requests!r}; it must be a number, None or 'auto'"
-        yield from (problem for contradicts, problem in self._contradictions() if contradicts)
+                with suppress(TypeError):  # of what is no number
+                    if is_within(getattr(self, name)):
+                        continue
+                yield f"{name} is {getattr(self, name)!r}; it must {bound}"
+        with suppress(TypeError):  # named above
+            yield from (problem for contradicts, problem in self._contradictions() if contradicts)
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         """Pairs: whether two settings contradict each other, and the problem."""

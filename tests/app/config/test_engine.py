@@ -53,7 +53,16 @@ def test_a_file_and_a_script_name_the_store_alike() -> None:
         ({"kv_dtype": "fp8"}, ["kv_dtype is 'fp8'; choose one of auto, fp8_e4m3, fp8_e5m2"]),
         ({"kv_dtype": "fp8_e4m3", "attention": "cpu"}, ["and attention 'cpu', which reads no 8-bit floats"]),
         ({"kv_dtype": "fp8_e5m2", "attention": "torch-flash"}, ["and attention 'torch-flash', which reads no"]),
-        ({"kv_idle_release_s": -1.0}, ["kv_idle_release_s is -1.0; it must not be negative"]),
+        ({"kv_idle_release_s": -1.0}, ["kv_idle_release_s is -1.0; it must be at least 0"]),
+        ({"max_mixed_step_s": "x"}, ["max_mixed_step_s is 'x'; it must be at least 0"]),
+        (
+            {"kv_memory_bytes": "x", "kv_memory_floor_bytes": "x", "max_queued_requests": "many"},
+            [
+                "kv_memory_bytes is 'x'; it must be at least 1",
+                "max_queued_requests is 'many'; it must be at least 1, None or 'auto'",
+                "kv_memory_floor_bytes is 'x'; it must be at least 0",
+            ],
+        ),
         ({"kv_layout": "hole"}, ["kv_layout is 'hole'; choose one of auto, interleaved, sliced, whole, per_layer"]),
         ({"few_row_products": "off"}, ["few_row_products is 'off'; it must be true or false"]),
         ({"dependent_launch": 1}, ["dependent_launch is 1; it must be true or false"]),

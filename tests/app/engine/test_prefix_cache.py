@@ -253,8 +253,8 @@ RULES = {"pinned_prompts": {"rules": "x " * 100}}
         ({"pin_quota": 1.5}, "between 0 and 1"),
         ({"preemption": "maybe"}, "choose one of auto, swap, recompute"),
         ({"expected_tokens": 0}, "at least 1"),
-        ({"kv_idle_release_s": float("nan")}, "must not be negative"),
-        ({"prefix_cache_release_s": float("nan")}, "must not be negative"),
+        ({"kv_idle_release_s": float("nan")}, "must be at least 0"),
+        ({"prefix_cache_release_s": float("nan")}, "must be at least 0"),
     ],
 )
 def test_settings_that_cannot_work(make_engine: MakeEngine, settings: dict[str, object], reason: str) -> None:

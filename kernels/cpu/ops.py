@@ -132,7 +132,7 @@ class CpuLinear:
     neither on other rows nor on the number of threads.
 
     In bfloat16 a quantised weight is multiplied with inputs that are rounded to 8 bits, with a scale for each 32 of a
-    row, or to 16 if their largest is above the mean of those; in float32 they are not rounded.
+    row, or to 16 if their largest is above 1.5 times the mean of those; in float32 they are not rounded.
 
     Args:
         march: the compiler's name of the processor.

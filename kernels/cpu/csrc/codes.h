@@ -13,8 +13,8 @@
 // [tile][8 slabs][1 or 2][lane] in halves.
 //
 // Rows are packed in panels, slab by slab. In bfloat16 they are rounded to 8 bits, with a scale for each slab, or to 16
-// where the slab's largest value is above the mean of those beside it: there most of the error would be, which grows
-// with that value, and they are less than a third of the slabs of real models. The sums of a slab are exact.
+// where the slab's largest value is above 1.5 times the mean of those beside it: there most of the error would be, which
+// grows with that value, and they are about a seventh of the slabs of real models. The sums of a slab are exact.
 // In float32 they are not rounded. A result depends neither on other rows nor on the number of threads. Many bfloat16 rows
 // are faster in matrix tiles (matrix_tiles.h).
 #pragma once
@@ -55,6 +55,7 @@ constexpr int kSlab = 32, kWords = 8;  // inputs of a slab, its words
 constexpr int kSuper = 8;              // slabs with one super scale
 constexpr int64_t kAheadSlabs = 16;    // that are read from memory meanwhile
 constexpr int64_t kPackedSlabs = 64;   // of a row, packed by one thread at a time and compared with each other
+constexpr float kLongAbove = 1.5f;     // means of these: a slab whose largest value is above has 16 bits
 constexpr int64_t kItemBytes = 8 << 10;  // of weights that a thread takes at a time
 constexpr int64_t kPanelBytes = 512 << 10;  // of rows in a core's cache, for one reading of the weights
 
@@ -72,8 +73,6 @@ inline Bytes load_bytes(const uint8_t* p) {
   return v;
 }
 inline Bytes mask(Shorts v, uint8_t bits) { return reinterpret_cast<Bytes>(v) & (Bytes{} + bits); }
-inline Ints everywhere(int32_t x) { return Ints{} + x; }
-inline Floats everywhere(float x) { return x - Floats{}; }
 
 // Bits `from` on of each byte, at bit `to`; `keep` is their mask there.
 inline Bytes moved(Bytes v, int from, int to, uint8_t keep) {
@@ -171,10 +170,10 @@ struct Tile {
 };
 
 // Rows of a panel in codes of 8 or 16 bits: of each slab [word][row] of the upper 8 bits, a row's scale, the sums of the
-// codes of each half of the slab, how many rows have 16, first of the first four and then of the others, and at last
-// [word][row] of the lower 8, signed like the upper.
+// rounded values of each half of the slab and of all, how many rows have 16 bits, first of the first four and then of
+// the others, and at last [word][row] of the lower 8 bits, signed like the upper.
 struct RoundedRows {
-  static constexpr int kScale = kWords, kSums = kScale + 1, kLong = kSums + 2, kLower = kLong + 1;
+  static constexpr int kScale = kWords, kSums = kScale + 1, kLong = kSums + 3, kLower = kLong + 1;
   static constexpr int kSlabWords = kLower + kWords;
   static constexpr int kLongRows = 4;  // that get the lower bits together: not all rows of a panel, if few have them
   typedef int32_t Value;
@@ -253,10 +252,10 @@ void pack_rows(const T* x, int32_t* panel, int64_t count, int64_t inputs, const 
     for (int64_t slab = begin; slab < end; slab++) {
       int32_t* const to = panel + slab * Rows::kSlabWords * count;
       const float most = largest[slab - begin];
-      const bool is_long = most > mean;
+      const bool is_long = most > kLongAbove * mean;
       const float levels = is_long ? 127.0f * 256.0f : 127.0f, inverse = most > 0.0f ? levels / most : 0.0f;
       load_slab(x + r * inputs, inputs, order, slab, halves);
-      float sum = 0.0f;  // NaN if a value is infinite or NaN
+      float sums[3] = {};
       for (int h = 0; h < 2; h++) {
         const Vec code = (halves[h] * inverse + magic) - magic;
         const Vec upper = is_long ? ((code + 0.5f) * (1.0f / 256.0f) + magic) - magic : code;
@@ -270,13 +269,15 @@ void pack_rows(const T* x, int32_t* panel, int64_t count, int64_t inputs, const 
         };
         put(upper, 0);
         put(lower, Rows::kLower);
-        const float codes = sum_lanes(upper * 256.0f + lower);
-        to[(Rows::kSums + h) * count + r] = static_cast<int32_t>(codes);
-        sum += codes;
+        sums[2] += sums[h] = sum_lanes(upper * 256.0f + lower);
       }
-      // A slab of 8 bits has the units of 16, times 256, beside a row of 16.
-      const float scale = most / (127.0f * 256.0f) + 0.0f * sum;
+      // A slab of 8 bits has the units of 16, times 256. NaN if a value is infinite or NaN.
+      const float scale = most / (127.0f * 256.0f) + 0.0f * sums[2];
       std::memcpy(to + Rows::kScale * count + r, &scale, sizeof scale);
+      for (int i = 0; i < 3; i++) {
+        sums[i] *= scale;
+        std::memcpy(to + (Rows::kSums + i) * count + r, sums + i, sizeof sums[i]);
+      }
       to[Rows::kLong * count + r / Rows::kLongRows] += is_long;
     }
   }
@@ -289,7 +290,7 @@ constexpr int words_in_shorts(int bits) { return bits == 6 ? 2 : bits == 4 ? 8 :
 
 // sums [row][lane] of a tile and a panel.
 template <int kBits, bool kTable, int kRows>
-void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, Floats* sums) {
+void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, Floats* out) {
   constexpr int kHalves = Tile<kBits>::kHalves, kHalfWords = kWords / kHalves;
   [[maybe_unused]] constexpr bool kWide = kBits == 8 || kTable;  // codes of the whole byte
   constexpr int kLongRows = RoundedRows::kLongRows;
@@ -300,22 +301,20 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
   const uint8_t* codes = tile.codes;
   const int32_t zero = kTable ? 128 : tile.part.zero;
 #if defined(FOLIO_UNSIGNED_DOT)
-  const int32_t start = -zero;
+  const auto start = static_cast<float>(-zero);
 #else
-  const int32_t start = (kWide ? 128 : 0) - zero;
+  const auto start = static_cast<float>((kWide ? 128 : 0) - zero);
 #endif
-  for (int r = 0; r < kRows; r++) sums[r] = Floats{};
+  Floats sums[kRows] = {};  // in registers
   for (int64_t slab = 0; slab < slabs; slab++, codes += kBits * kVector, x += RoundedRows::kSlabWords * kRows) {
 #pragma GCC unroll 8
     for (int i = 0; i < kBits * kVector; i += 64) __builtin_prefetch(codes + kAheadSlabs * kBits * kVector + i, 0, 2);
     __builtin_prefetch(tile.scales + (slab + kAheadSlabs) * tile.slab_scale_bytes, 0, 2);
 #pragma GCC unroll 2
     for (int h = 0; h < kHalves; h++) {
-      // The sums of a row's codes in this half, or of the whole slab.
-      const int32_t* const totals = x + (RoundedRows::kSums + h) * kRows;
       Ints dots[kRows] = {}, odd[kRows] = {};
       // Adds the products of rows `from` … `to` - 1 with the words of the upper or the lower bits.
-      const auto add_products = [&](const int32_t* words, auto from, auto to) {
+      const auto add_products = [&](const int32_t* words, auto from, auto to) __attribute__((always_inline)) {
 #if defined(__AVX2__) && !defined(FOLIO_UNSIGNED_DOT)
         Shorts shorts[kRows];
         constexpr int kInShorts = kWide ? 1 : words_in_shorts(kBits) < kHalfWords ? words_in_shorts(kBits) : kHalfWords;
@@ -370,29 +369,37 @@ void block(const Tile<kBits>& tile, const RoundedRows::Value* x, int64_t slabs, 
         }
       };
       add_products(x, kNone, kAll);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) dots[r] = (dots[r] + odd[r]) << 8, odd[r] = Ints{};
-      const int32_t *const any_long = x + RoundedRows::kLong * kRows, *const lower = x + RoundedRows::kLower * kRows;
-      if constexpr (kRows > kLongRows) {
-        if (any_long[0] && any_long[1]) add_products(lower, kNone, kAll);
-        else if (any_long[0]) add_products(lower, kNone, kMiddle);
-        else if (any_long[1]) add_products(lower, kMiddle, kAll);
-      } else if (any_long[0]) {
-        add_products(lower, kNone, kAll);
-      }
       const Floats scale = tile.scale(slab, h, 0);
-      const Floats offset = tile.part.has_offsets ? tile.scale(slab, h, 1) : Floats{};
+      const Floats offset = (tile.part.has_offsets ? tile.scale(slab, h, 1) : Floats{}) + start * scale;
+      Floats units[2] = {256.0f * scale, 256.0f * scale};  // of rows of 8 bits, by group
+      // Makes room for the lower bits of these rows, and adds their products.
+      const auto add_lower = [&](auto from, auto to) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int r = from; r < to; r++) dots[r] <<= 8, odd[r] <<= 8;
+        add_products(x + RoundedRows::kLower * kRows, from, to);
+      };
+      const int32_t* const any_long = x + RoundedRows::kLong * kRows;
+      if (any_long[0]) units[0] = scale;
+      if constexpr (kRows > kLongRows) {
+        if (any_long[1]) units[1] = scale;
+        if (any_long[0] && any_long[1]) add_lower(kNone, kAll);
+        else if (any_long[0]) add_lower(kNone, kMiddle);
+        else if (any_long[1]) add_lower(kMiddle, kAll);
+      } else if (any_long[0]) {
+        add_lower(kNone, kAll);
+      }
       const float* const of_rows = reinterpret_cast<const float*>(x) + RoundedRows::kScale * kRows;
+      const float* const totals = of_rows + (kHalves == 1 ? 3 : 1 + h) * kRows;
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
-        const int32_t total = kHalves == 1 ? totals[r] + totals[r + kRows] : totals[r];
-        const Ints exact = dots[r] + odd[r] + everywhere(start * total);
-        Floats value = __builtin_convertvector(exact, Floats) * scale;
-        if (tile.part.has_offsets) value += offset * everywhere(static_cast<float>(total));
-        sums[r] += value * of_rows[r];
+        const Floats exact = __builtin_convertvector(dots[r] + odd[r], Floats);
+        sums[r] += exact * (units[r / kLongRows] * of_rows[r]);
+        sums[r] += offset * totals[r];
       }
     }
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; r++) out[r] = sums[r];
 }
 
 template <int kBits, bool kTable, int kRows>

@@ -53,6 +53,12 @@ def needs(*packages: str) -> None:
         sys.exit(f"this benchmark needs {', '.join(missing)}, not installed here; `make bench` installs it")
 
 
+def needs_traces(args: argparse.Namespace, *paths: Path) -> None:
+    """Exit with one line if traces are missing; quick runs have synthetic requests in their place."""
+    if not args.quick and (missing := [str(path) for path in paths if not path.is_file()]):
+        sys.exit(f"no trace at {', '.join(missing)}, whose requests the figures are of; --quick does without")
+
+
 def alternate(
     runs: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int | None = None
 ) -> dict[str, list[float]]:

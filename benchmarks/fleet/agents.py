@@ -203,8 +203,7 @@ def serve(seeds: Sequence[int], count: int, factors: Sequence[float]) -> tuple[F
 def main() -> None:
     args = parse()
     seeds, count = (SEEDS[:1], QUICK_REQUESTS) if args.quick else (SEEDS, REQUESTS)
-    if not args.trace.is_file():
-        print(f"there is no {args.trace}; chats are synthetic, from seed 0; get it from {traffic.MOONCAKE_ORIGIN}")
+    harness.needs_traces(args, args.trace)
     drawn = [Workload("agents", seed, count, args.trace) for seed in seeds]
     groups = {
         "": drawn,

@@ -289,7 +289,9 @@ def parse(doc: str | None) -> argparse.Namespace:
     """Arguments of a simulation. `doc`: of its module."""
     parser = harness.arguments(doc)
     parser.add_argument("--trace", type=Path, default=TRACE, help="a CSV like servegen_models.csv")
-    return parser.parse_args()
+    args = parser.parse_args()
+    harness.needs_traces(args, args.trace)
+    return args
 
 
 if __name__ == "__main__":

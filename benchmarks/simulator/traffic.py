@@ -12,7 +12,6 @@ from pathlib import Path
 from benchmarks import harness, workloads
 
 MOONCAKE_TRACE = harness.ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl"
-MOONCAKE_ORIGIN = "github.com/kvcache-ai/Mooncake, FAST25-release/traces/conversation_trace.jsonl (Apache-2.0)"
 # Of the trace: tokens of a prompt per hash, and resolution of its times.
 MOONCAKE_UNIT, MOONCAKE_TICK_S = 512, 2.999
 
@@ -68,7 +67,8 @@ class Arrival:
 
 
 def mooncake(path: Path, count: int | None = None, *, as_stamped: bool = False) -> list[Arrival]:
-    """The conversations of the Mooncake trace (Qin et al., FAST 2025).
+    """The conversations of the Mooncake trace (Qin et al., FAST 2025): `FAST25-release/traces/conversation_trace.jsonl`
+    of github.com/kvcache-ai/Mooncake (Apache-2.0).
 
     The trace's clock ticks every three seconds, with up to 28 requests in a tick. They arrive at random times within
     the tick.

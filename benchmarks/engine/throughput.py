@@ -200,11 +200,12 @@ class Machine:
         return [bandwidth / weight_bytes for bandwidth in self.bandwidth]
 
     def batch_tokens_per_s(self, prompts: Prompts, new_tokens: int, weight_bytes: int) -> list[float]:
-        """Output tokens, of each run: the prompts' products at the matrix rate, then all weights once a step."""
-        body = weight_bytes / 2 - VOCAB_SIZE * HIDDEN
-        flop = 2 * body * sum(map(len, prompts))
+        """Output tokens, of each run: the prompts' products at the matrix rate, then steps that read all weights once and
+        multiply a row of each sequence with them, whichever takes longer."""
+        num_weights, count = weight_bytes / 2, len(prompts)
+        flop = 2 * (num_weights - VOCAB_SIZE * HIDDEN) * sum(map(len, prompts))
         return [
-            len(prompts) * new_tokens / (flop / flops + new_tokens / steps)
+            count * new_tokens / (flop / flops + new_tokens * max(1 / steps, 2 * num_weights * count / flops))
             for flops, steps in zip(self.flops, self.steps_per_s(weight_bytes), strict=True)
         ]
 

@@ -200,8 +200,8 @@ class Machine:
         return [bandwidth / weight_bytes for bandwidth in self.bandwidth]
 
     def batch_tokens_per_s(self, prompts: Prompts, new_tokens: int, weight_bytes: int) -> list[float]:
-        """Output tokens, of each run: the prompts' products at the matrix rate, then steps that read all weights once and
-        multiply a row of each sequence with them, whichever takes longer."""
+        """Output tokens, of each run: the prompts' products at the matrix rate, then steps that read all weights once
+        and multiply a row of each sequence with them, whichever takes longer."""
         num_weights, count = weight_bytes / 2, len(prompts)
         flop = 2 * (num_weights - VOCAB_SIZE * HIDDEN) * sum(map(len, prompts))
         return [

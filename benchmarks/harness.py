@@ -37,6 +37,7 @@ QUICK_RESULTS = RESULTS / "quick"
 RESULTS_VARIABLE = "FOLIO_RESULTS"
 Draw = Callable[[Mapping[str, Any], Path], None]  # a result, as in its JSON, and the picture's file
 _BEGUN = time.monotonic()
+_missing_traces: list[str] = []
 PACKAGES = ("folio-serve", "torch", "triton", "transformers", "cuda-bindings", "ray")
 
 
@@ -53,10 +54,12 @@ def needs(*packages: str) -> None:
         sys.exit(f"this benchmark needs {', '.join(missing)}, not installed here; `make bench` installs it")
 
 
-def needs_traces(args: argparse.Namespace, *paths: Path) -> None:
-    """Exit with one line if traces are missing; quick runs have synthetic requests in their place."""
-    if not args.quick and (missing := [str(path) for path in paths if not path.is_file()]):
-        sys.exit(f"no trace at {', '.join(missing)}, whose requests the figures are of; --quick does without")
+def note_missing(*traces: Path) -> None:
+    """Say which traces are missing. Synthetic requests take their place, and the result names them."""
+    for trace in traces:
+        if not trace.is_file():
+            print(f"synthetic requests: there is no {trace} (docs/benchmarks/index.md tells where it is from)")
+            _missing_traces.append(trace.name)
 
 
 def alternate(
@@ -119,6 +122,7 @@ def finish(
         "commit": commit(),
         **({} if row is None else {"measured": measured.digests(row)}),
         "quick": args.quick,
+        **({"without_traces": _missing_traces} if _missing_traces else {}),
         "figures": {key: float(f"{value:.4g}") for key, value in figures.items()},
     }
     path = results_folder(args) / f"{name}.json"

@@ -123,6 +123,7 @@ def _aims(there: Mapping[str, Mapping[str, Any]], stale: Container[str]) -> Iter
             if figure is not None and figure.aim:
                 is_met = figure.is_met(value)
                 mark = ("met" if is_met else "**missed**") + (", stale" if name in stale else "")
+                mark += ", synthetic requests" if "without_traces" in found else ""
                 meaning = figure.meaning_of(key)
                 yield is_met, f"| {mark} | `{name}.{key}` | {value:.4g} | {figure.aim} | {figure.rival} | {meaning} |"
 
@@ -149,6 +150,9 @@ def _section(benchmark: Benchmark, found: Mapping[str, Any], folder: Path, chang
     yield ""
     file = (folder / benchmark.name).relative_to(harness.ROOT)
     yield f"{_origin(found)}{_dtype(benchmark, found)} File: `{file}.json`."
+    if "without_traces" in found:
+        yield ""
+        yield f"**Synthetic requests**: there was no {' and no '.join(found['without_traces'])}."
     if changed:
         yield ""
         not_recorded = "Which code it measured is not recorded."

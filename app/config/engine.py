@@ -255,7 +255,12 @@ class EngineConfig:
             object.__setattr__(self, "model", default_model())
         if isinstance(self.kv_store, Mapping):  # a script's
             object.__setattr__(self, "kv_store", KVStore(**self.kv_store))
-        if problems := list(self._problems()):
+        problems = list(self._problems())
+        try:
+            problems += [problem for contradicts, problem in self._contradictions() if contradicts]
+        except (AttributeError, TypeError) as error:  # often of a value that is named already
+            problems = problems or [f"a setting has a value of the wrong type ({error})"]
+        if problems:
             raise ConfigError("\n".join(problems))
 
     def on_device(self, device: DeviceName) -> ResolvedConfig:
@@ -278,8 +283,6 @@ class EngineConfig:
                     if is_within(getattr(self, name)):
                         continue
                 yield f"{name} is {getattr(self, name)!r}; it must {bound}"
-        with suppress(TypeError):  # named above
-            yield from (problem for contradicts, problem in self._contradictions() if contradicts)
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         """Pairs: whether two settings contradict each other, and the problem."""

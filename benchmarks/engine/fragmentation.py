@@ -339,7 +339,7 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--trace", type=Path, default=workloads.AZURE_TRACE, help="CSV of the Azure code trace")
     args = parser.parse_args()
-    harness.needs_traces(args, args.trace)
+    harness.note_missing(args.trace)
     counts = {"azure": 300, "sharegpt": 200, "alpaca": 1500} if args.quick else {}
     figures: dict[str, float] = {}
     raw: dict[str, Any] = {}

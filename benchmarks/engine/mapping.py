@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="smallest sizes, on the CPU")
     args = parser.parse_args()
     args.quick |= args.tiny
-    harness.needs_traces(args, args.trace)
+    harness.note_missing(args.trace)
     num_requests, repeats = (16 if args.device == "cpu" else 24, 1) if args.quick else (120, 3)
     lengths, workload = workloads.azure(args.trace, num_requests, 0)
     if args.tiny:

@@ -203,7 +203,7 @@ def serve(seeds: Sequence[int], count: int, factors: Sequence[float]) -> tuple[F
 def main() -> None:
     args = parse()
     seeds, count = (SEEDS[:1], QUICK_REQUESTS) if args.quick else (SEEDS, REQUESTS)
-    harness.needs_traces(args, args.trace)
+    harness.note_missing(args.trace)
     drawn = [Workload("agents", seed, count, args.trace) for seed in seeds]
     groups = {
         "": drawn,

@@ -215,7 +215,7 @@ def compare(name: str, results: Mapping[Candidate, list[Point]], best_mixed: Seq
 
 def main() -> None:
     args = harness.arguments(__doc__).parse_args()
-    harness.needs_traces(args, traffic.MOONCAKE_TRACE, workloads.AZURE_TRACE)
+    harness.note_missing(traffic.MOONCAKE_TRACE, workloads.AZURE_TRACE)
     chosen = quick_cases() if args.quick else cases()
     count = 300 if args.quick else REQUESTS
     tasks = [

@@ -250,8 +250,7 @@ def decide(cached_blocks: int, num_prompts: int) -> Figures:
 
 def main() -> None:
     args = parse()
-    print(f"conversations: {args.trace.name if args.trace.is_file() else 'synthetic ones, made with seed 0'}")
-    harness.needs_traces(args, args.trace, args.azure_trace)
+    harness.note_missing(args.trace, args.azure_trace)
     raw: dict[str, Any] = {}
     if args.quick:
         chat = {USUAL: source_for(args.trace, USUAL, QUICK_REQUESTS)}

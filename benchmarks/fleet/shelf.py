@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=tuple(NAMES), default=list(NAMES))
     args = parser.parse_args()
     harness.needs("aiohttp", "ray")
-    harness.needs_traces(args, args.trace)
+    harness.note_missing(args.trace)
     sizes = QUICK if args.quick else Sizes()
     requests, source = read_trace(args.trace)
     models = make_models(requests, quick=args.quick)

@@ -131,6 +131,7 @@ def _wakes(fd: int, wakes: int) -> dict[str, float]:
 
 def main() -> None:
     args = harness.arguments(__doc__).parse_args()
+    harness.note_missing(TRACE)
     requests, _ = read_trace(TRACE)
     models = make_models(requests, quick=args.quick)
     rounds, wakes = (1, 1) if args.quick else (ROUNDS, WAKES)

@@ -399,7 +399,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     harness.needs("aiohttp", "psutil", "ray")
-    harness.needs_traces(args, args.trace)
+    harness.note_missing(args.trace)
     sizes = QUICK if args.quick else Sizes()
     if args.layers is not None:
         sizes = replace(sizes, num_layers=args.layers)

@@ -55,6 +55,8 @@ def test_a_file_and_a_script_name_the_store_alike() -> None:
         ({"kv_dtype": "fp8_e5m2", "attention": "torch-flash"}, ["and attention 'torch-flash', which reads no"]),
         ({"kv_idle_release_s": -1.0}, ["kv_idle_release_s is -1.0; it must be at least 0"]),
         ({"max_mixed_step_s": "x"}, ["max_mixed_step_s is 'x'; it must be at least 0"]),
+        ({"kv_dtype": 5}, ["kv_dtype is 5; choose one of"]),
+        ({"kv_store": {"dir": "d", "bytes": "2GiB"}}, ["a setting has a value of the wrong type ('<' not supported"]),
         (
             {"kv_memory_bytes": "x", "kv_memory_floor_bytes": "x", "max_queued_requests": "many"},
             [
